@@ -6,7 +6,7 @@ router: two files with one name are two adapters.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -165,6 +165,7 @@ def _read(name: str, folder: Path, max_rank: int, digest: str | None) -> Adapter
     if not matrices:
         only = f": it changes {', '.join(others)}, and only text parts are served" if others else ""
         raise ConfigurationError(f"{folder / WEIGHTS_FILE} has no matrices{only}")
+    _require_targets(config, matrices)
     base = str(config.get("base_model_name_or_path") or "")
     adapter = AdapterFiles(name, folder, digest or _digest(folder, config), base, matrices, others)
     if adapter.rank > max_rank:
@@ -180,6 +181,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
                 f"{key} {value!r} is not supported, only {plain[0]!r} is: merge the adapter into its base model and "
                 "serve that"
             )
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise ConfigurationError(f"use_rslora must be true or false, got {config['use_rslora']!r:.100}")
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(key) or {}, dict):
             raise ConfigurationError(f"{key} must be an object, got {config[key]!r}")
@@ -188,6 +191,20 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"init_lora_weights {start!r} changes the base model: save the adapter with "
             "path_initial_model_for_weight_conversion"
+        )
+
+
+def _require_targets(config: Mapping[str, Any], modules: Collection[str]) -> None:
+    """Raise ConfigurationError if target_modules lists some of the modules and not others, which PEFT would ignore.
+    Lists that know none of them have names from before the model was renamed.
+    """
+    targets = config.get("target_modules")
+    names = [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []
+    others = [module for module in modules if not any(f".{module}".endswith(f".{name}") for name in names)]
+    if 0 < len(others) < len(modules):
+        raise ConfigurationError(
+            f"module {others[0]} is not among the target_modules of {CONFIG_FILE}: one of the two files is from another "
+            "adapter"
         )
 
 

@@ -22,6 +22,8 @@ POSITION_KEYS = (
     *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
     "model_max_length",
 )
+MOST_POSITIONS = 2**31 - 1
+"""Files say 10^30 for no limit. What workers tell of themselves has 32 bits."""
 VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
 _TIED, _DTYPE = "tie_word_embeddings", ("dtype", "torch_dtype")
 # Members of multimodal models that stand outside of their text_config.
@@ -226,10 +228,10 @@ def stretched_positions(kind: str, positions: int, original: int, factor: float)
     config.json, which some kinds of scaling include and others do not.
     """
     if kind in ("linear", "dynamic"):
-        return int(positions * factor)
+        positions = int(positions * factor)
     if kind == "yarn":
-        return max(positions, int(original * factor))
-    return positions
+        positions = max(positions, int(original * factor))
+    return min(positions, MOST_POSITIONS)
 
 
 def yarn_mscale(factor: float, weight: float) -> float:

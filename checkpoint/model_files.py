@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from checkpoint.config_json import (
+    MOST_POSITIONS,
     POSITION_KEYS,
     VOCAB_KEYS,
     kept_rope,
@@ -164,6 +165,7 @@ def _max_positions(config: Mapping[str, Any], path: Path, override: RopeOverride
     if positions is None or override.base:
         return None
     counts_scaled = str(config.get("model_type")).startswith("gemma3")
+    positions = min(positions, MOST_POSITIONS)
     if counts_scaled and not override.scaling:
         return positions
     rope = rope_section(override.apply(config))

@@ -113,6 +113,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file by name. Raises ConfigurationError if the header is damaged: each tensor must
     have the size of its shape, and all together must be the rest of the file.
     """
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise ConfigurationError(f"{path} is no file")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,14 +1,16 @@
-"""The ASGI application: routes of all dialects on one port, and the check of the Host header."""
+"""The ASGI application: routes of all dialects on one port, the check of the Host header, what all answers share."""
+
+import re
 
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import web
 from gateway.access import is_known_host
@@ -16,7 +18,7 @@ from gateway.anthropic.messages import count_tokens, messages
 from gateway.backend import Backend
 from gateway.batches import endpoints as batches
 from gateway.errors import ANTHROPIC, LMI, OPENAI, TGI, Dialect, Problem, Reply, Row
-from gateway.exchange import Endpoint, Handler
+from gateway.exchange import Endpoint, Handler, request_id_of
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SAGEMAKER
 from gateway.openai.chat import chat_completions
@@ -33,6 +35,9 @@ _HEADERS_FOR_PAGES = (
     *("x-compute-type", "x-compute-characters", "x-compute-time", "x-total-time", "x-validation-time"),
     *("x-queue-time", "x-inference-time", "x-time-per-token", "x-prompt-tokens", "x-generated-tokens"),
 )
+_ID_HEADER = "x-request-id"
+_ABSOLUTE = re.compile("https?://([^/]*)", re.IGNORECASE)
+_ABSOLUTE_BYTES = re.compile(b"https?://[^/]*", re.IGNORECASE)
 _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 
 
@@ -144,9 +149,9 @@ class _OfEither:
 
 
 def _middleware(backend: Backend) -> list[Middleware]:
-    host = Middleware(_HostCheck, backend=backend)
+    outer = [Middleware(_OwnTarget), Middleware(_RequestId), Middleware(_HostCheck, backend=backend)]
     if not backend.allowed_origins:
-        return [host]
+        return outer
     cors = Middleware(
         CORSMiddleware,
         allow_origins=sorted(backend.allowed_origins),
@@ -154,7 +159,42 @@ def _middleware(backend: Backend) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=_HEADERS_FOR_PAGES,
     )
-    return [host, cors]
+    return [*outer, cors]
+
+
+class _OwnTarget:
+    """Takes a whole URL as the target of a request, as proxies send it. Its host goes before the Host header (RFC 9112,
+    section 3.2.2).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (url := _ABSOLUTE.match(scope["path"])) is not None:
+            host = url[1].encode("latin-1", "replace")
+            headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+            path = scope["path"][url.end() :] or "/"
+            raw_path = _ABSOLUTE_BYTES.sub(b"", scope["raw_path"], count=1) or b"/"
+            scope = {**scope, "path": path, "raw_path": raw_path, "headers": [(b"host", host), *headers]}
+        await self._app(scope, receive, send)
+
+
+class _RequestId:
+    """Gives answers of no endpoint, such as redirects, their request's id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if _ID_HEADER not in headers:
+                    headers[_ID_HEADER] = request_id_of(Headers(scope=scope))
+            await send(message)
+
+        await self._app(scope, receive, with_id)
 
 
 class _HostCheck:

@@ -17,6 +17,7 @@ from uuid import uuid4
 import structlog
 from opentelemetry import trace
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -116,7 +117,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         backend: Backend = scope["app"].state.backend
-        request_id = _request_id(request)
+        request_id = request_id_of(request.headers)
         structlog.contextvars.bind_contextvars(request_id=request_id)
         progress = Progress(backend.metrics)
         status = _CLIENT_GONE
@@ -243,10 +244,10 @@ async def _read_body(request: Request, settings: GatewaySettings, share: BodySha
     return bytes(body)
 
 
-def _request_id(request: Request) -> str:
+def request_id_of(headers: Headers) -> str:
     """Return the client's id if it is printable ASCII, cut to its maximum length, or a new id."""
     for name in _ID_HEADERS:
-        value = request.headers.get(name, "")
+        value = headers.get(name, "")
         if value and value.isascii() and value.isprintable():
             return value[:_MAX_ID_CHARS].strip()
     return uuid4().hex

@@ -45,7 +45,7 @@ class Logs:
         self._level = getattr(logging, level.upper())
         self._shared: list[structlog.types.Processor] = [
             structlog.contextvars.merge_contextvars,
-            lambda _, __, event: {"service": service, **event},
+            lambda _, __, event: {"service": service, **_with_values(event)},
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
         ]
@@ -177,6 +177,11 @@ def num_lines_lost() -> tuple[int, int]:
     """Return the number of log lines that could not be written and the number that the rate limit suppressed."""
     logs = _Running.logs
     return (0, 0) if logs is None else (logs.writer.num_dropped, logs.limit.num_suppressed)
+
+
+def _with_values(event: structlog.types.EventDict) -> structlog.types.EventDict:
+    """Leave out fields that say nothing."""
+    return {name: value for name, value in event.items() if value is not None and value != ""}
 
 
 def _for_people(fd: int) -> list[structlog.types.Processor]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from checkpoint.generation_config import read_sampling_defaults
 from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
@@ -16,6 +18,8 @@ from router.settings import RouterSettings, require_input_below_total
 from router.text.chat import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from router.validation import Limits
+
+log = structlog.get_logger(__name__)
 
 # Used when neither the model, nor the settings, nor a worker sets a limit.
 _UNLIMITED_TOKENS = 1 << 20
@@ -58,6 +62,13 @@ class ServedModel:
         facts = read_model_facts(model_dir, rope)
         tokenizer = Tokenizer.load(model_dir, facts.eos_token_ids)
         facts = replace(facts, eos_token_ids=tokenizer.eos_token_ids)
+        if facts.eos_token_ids and min(facts.eos_token_ids) >= facts.vocab_size:
+            log.warning(
+                "no end token is in the vocabulary, so answers end at their limit only: see eos_token_id in "
+                "config.json and generation_config.json",
+                eos_token_ids=sorted(facts.eos_token_ids),
+                vocab_size=facts.vocab_size,
+            )
         defaults = read_sampling_defaults(model_dir) if with_sampling_defaults else {}
         return cls(name, facts, tokenizer, ChatTemplate.load(model_dir), defaults)
 

@@ -62,15 +62,21 @@ def _pickles(folder: Path) -> list[Path]:
     for name in (_ADAPTER, _SINGLE) if (folder / ADAPTER_CONFIG).is_file() else (_SINGLE,):
         if (folder / name).is_file():
             return [folder / name]
-    weight_map = read_json(folder / _INDEX, optional=True).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not (folder / _INDEX).is_file():
         if (folder / _ADAPTER).is_file():
             raise ConfigurationError(f"{folder} has {_ADAPTER} without {ADAPTER_CONFIG}: copy that file there, too")
         raise ConfigurationError(
             f"{folder} has neither {_SINGLE}, {_ADAPTER} nor {_INDEX}: there is nothing to convert"
             f"{hint_at_gguf(folder)}"
         )
-    names = sorted({str(name) for name in weight_map.values()})
+    weight_map = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigurationError(
+            f"{folder / _INDEX}: weight_map must be an object of file names by tensor, got {weight_map!r:.100}"
+        )
+    if not weight_map:
+        raise ConfigurationError(f"{folder / _INDEX}: weight_map names no tensor: there is nothing to convert")
+    names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name:
             raise ConfigurationError(f"{folder / _INDEX} names a file outside its folder: {name!r}")
@@ -85,6 +91,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in _load(path).items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ConfigurationError(f"{path} has {name!r}, which is no tensor: only plain weights can be converted")
+        if name == "__metadata__" or not _is_text(name):
+            raise ConfigurationError(
+                f"{path}: a tensor is named {name!r:.100}, which safetensors cannot hold: rename it"
+            )
         if kind := _unwritable(tensor):
             raise ConfigurationError(f"{path}: tensor {name} is {kind}, which cannot be converted: {_DENSE}")
         tensor = tensor.resolve_neg()  # its memory has the numbers without their sign
@@ -94,6 +104,14 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         storages.add(storage.data_ptr())
         yield name, tensor
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unwritable(tensor: Tensor) -> str:
@@ -118,8 +136,9 @@ def _load(path: Path) -> Mapping[object, object]:
         raise ConfigurationError(
             f"{path} is no checkpoint of PyTorch, or has more than weights, which could run code"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is truncated or no checkpoint of PyTorch: {error}") from error
+    except Exception as error:  # a damaged pickle raises whatever comes
+        reason = str(error) or type(error).__name__
+        raise ConfigurationError(f"{path} is truncated or no checkpoint of PyTorch: {reason}") from error
     if not isinstance(loaded, Mapping):
         raise ConfigurationError(f"{path} holds a {type(loaded).__name__}, not tensors by name")
     return loaded

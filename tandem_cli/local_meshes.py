@@ -79,7 +79,7 @@ def _stop(args: argparse.Namespace) -> int:
     """Ask, and wait. Running answers may end first, as long as the services' grace_s allows. Returns 1 if a mesh still
     runs after the timeout.
     """
-    meshes = running_meshes() if args.all else [find_mesh(args.mesh)]
+    meshes = running_meshes() if args.all else [find_mesh(args.mesh, "tandem stop")]
     if not meshes:
         raise ConfigurationError("no mesh of this user runs on this machine")
     for mesh in meshes:
@@ -112,7 +112,7 @@ def _add_logs_arguments(parser: CommandParser) -> None:
 
 def _show_logs(args: argparse.Namespace) -> int:
     """Print lines in the order of their times, each with the name of its service."""
-    mesh = find_mesh(args.mesh)
+    mesh = find_mesh(args.mesh, "tandem logs --mesh")
     folder = Path(mesh.log_dir)
     files = {path: _LogFile(path) for path in _log_paths(folder, args.service)}
     last = [line for file in files.values() for line in deque(file.new_lines(), maxlen=args.lines)]
@@ -266,8 +266,8 @@ def running_meshes() -> list[RunningMesh]:
     return sorted(meshes, key=lambda mesh: mesh.since_s)
 
 
-def find_mesh(name: str | None) -> RunningMesh:
-    """The mesh that `name` means, or the only one. Raises ConfigurationError."""
+def find_mesh(name: str | None, command: str) -> RunningMesh:
+    """The mesh that `name` means, or the only one. `command` is followed by the name. Raises ConfigurationError."""
     meshes = running_meshes()
     if not meshes:
         raise ConfigurationError("no mesh of this user runs on this machine")
@@ -277,7 +277,10 @@ def find_mesh(name: str | None) -> RunningMesh:
     listed = ", ".join(f"{mesh.pid} ({' '.join(mesh.models)} at {mesh.address or 'no address yet'})" for mesh in meshes)
     if not matching:
         raise ConfigurationError(f"no mesh is called {name!r}; there are {listed}")
-    raise ConfigurationError(f"several meshes run here: name one by its process id: {listed}")
+    raise ConfigurationError(
+        f"several meshes run here; name one by its process id, as in `{command} {meshes[0].pid}`; `tandem ps` lists "
+        f"them, too: {listed}"
+    )
 
 
 def _read_mesh(path: Path) -> RunningMesh | None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rich.console import Group, RenderableType
@@ -32,6 +32,10 @@ _STATE_STYLES = {
     "stopped": "dim",
 }
 _SWITCH_POLL_S = 0.3
+_WITHOUT = {
+    "prefill": "decode workers compute prompts beside their answers",
+    "decode": "new requests wait for the router's no_worker_timeout_s, and fail unless one is back by then",
+}
 _NO_ANSWER = (tandem.ConnectionFailed, tandem.Cancelled, tandem.DeadlineExceeded)
 """Errors of a router that restarts."""
 
@@ -185,10 +189,24 @@ def _add_names(parser: CommandParser) -> None:
 def _drain(args: argparse.Namespace) -> int:
     """Drain the workers. They finish their sequences; `tandem undrain` takes them back."""
     with open_client(args) as client:
+        workers = client.workers(timeout=_TIMEOUT_S)
         for worker in args.workers:
             client.drain(worker, timeout=_TIMEOUT_S)
             print(f"{worker} ends what it has, and gets nothing new until: tandem undrain {worker}")
+        for warning in _without_workers(workers, args.workers):
+            sys.stderr.write(f"tandem: {strip_controls(warning)}\n")
     return 0
+
+
+def _without_workers(workers: Sequence[tandem.Worker], drained: Collection[str]) -> list[str]:
+    """Warnings of models that have no worker of a role in service any more, now that some were drained."""
+    of_drained = dict.fromkeys((worker.model, worker.role) for worker in workers if worker.worker_id in drained)
+    left = {(worker.model, worker.role) for worker in workers if worker.serving and worker.worker_id not in drained}
+    return [
+        f"no other {role} worker{f' of {model}' if model else ''} is in service: {_WITHOUT[role]}"
+        for model, role in of_drained
+        if (model, role) not in left
+    ]
 
 
 def _undrain(args: argparse.Namespace) -> int:

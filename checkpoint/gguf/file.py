@@ -40,6 +40,8 @@ class GgufFile:
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
+        if not tensor.n_elements:
+            raise ConfigurationError(f"{self.path}: tensor {name} has no numbers, in shape {tensor.shape.tolist()}")
         try:
             return dequantize(tensor.data, tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:

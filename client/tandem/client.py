@@ -3,7 +3,7 @@
 import copy
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import NoReturn, Self, TypeVar, Unpack
 
 from google.protobuf.message import Message
 
@@ -33,6 +33,7 @@ R = TypeVar("R")
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_RESUME_TIMEOUT_S = 60.0
+NOT_PICKLED = "a client cannot be pickled, because its connection belongs to this process: make one in each process"
 
 
 class AsyncClient:
@@ -85,6 +86,14 @@ class AsyncClient:
         client = copy.copy(self)
         client._connection = self._connection.acting_for(api_key)
         return client
+
+    def __copy__(self) -> Self:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_PICKLED)
 
     async def __aenter__(self) -> Self:
         return self

@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Self, TypedDict, TypeVar, Unpack
+from typing import NoReturn, Self, TypedDict, TypeVar, Unpack
 
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem._routers import FORK_ADVICE, ChannelFactory, Tls
-from tandem.client import DEFAULT_ADDRESS, AsyncClient
+from tandem.client import DEFAULT_ADDRESS, NOT_PICKLED, AsyncClient
 from tandem.exceptions import Cancelled
 from tandem.mesh import HistoryPoint, Mesh, Worker
 from tandem.models import Model, Result, Token, TokenEvent
@@ -168,6 +168,14 @@ class Client:
         client = copy.copy(self)
         client._client = self._client.acting_for(api_key)
         return client
+
+    def __copy__(self) -> Self:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_PICKLED)
 
     def __enter__(self) -> Self:
         return self

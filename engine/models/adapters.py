@@ -106,7 +106,10 @@ def _pieces(adapter: AdapterFiles, spec: ParameterSpec, read: _Read) -> Iterator
         matrix = next((adapter.matrices[name] for name in names if name in adapter.matrices), None)
         if matrix is not None:
             a, b = _factors(matrix, source, read)
-            yield from _held(ModulePiece(a[:, spec.input_slice], b * (matrix.scale * spec.factor), first), spec)
+            b = b * (matrix.scale * spec.factor)
+            if not b.is_meta and not is_finite(b):
+                raise ConfigurationError(f"lora_alpha makes numbers of {_module(source)} infinite: it is too large")
+            yield from _held(ModulePiece(a[:, spec.input_slice], b, first), spec)
         first += source.num_rows
 
 
@@ -135,12 +138,17 @@ def _factors(matrix: AdapterMatrix, source: Source, read: _Read) -> tuple[Tensor
 
 
 def _shape(tensor: StoredTensor, module: str) -> Tensor:
+    _require_dtype(tensor, module)
     return torch.empty(tensor.shape, device="meta")
 
 
-def _values(tensor: StoredTensor, module: str) -> Tensor:
+def _require_dtype(tensor: StoredTensor, module: str) -> None:
     if tensor.dtype not in _DTYPES:
         raise ConfigurationError(f"{module} has dtype {tensor.dtype}, not one of {', '.join(_DTYPES)}")
+
+
+def _values(tensor: StoredTensor, module: str) -> Tensor:
+    _require_dtype(tensor, module)
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         stored = bytearray(file.read(tensor.num_bytes))

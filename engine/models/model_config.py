@@ -7,6 +7,7 @@ use different keys for the same fact. The names of its tensors are in tensor_nam
 from dataclasses import dataclass, field, replace
 
 from checkpoint.config_json import (
+    MOST_POSITIONS,
     POSITION_KEYS,
     VOCAB_KEYS,
     RawConfig,
@@ -86,8 +87,7 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     `dim`: number of rotated dimensions per head. Only some families take it from config.json, see `rotated_dim`.
     """
     scaling = rope_section(raw)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    kind = "longrope" if kind == "su" else kind  # LongRoPE's former name
+    kind = _rope_kind(scaling)
     if kind not in SUPPORTED_KINDS:
         raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_KINDS)}")
     missing_keys = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
@@ -113,6 +113,17 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
         attn_factor=number(scaling, "attn_factor", default=1.0),
         proportion=number(scaling, "partial_rotary_factor", default=1.0) if kind == "proportional" else 1.0,
     )
+
+
+def _rope_kind(scaling: RawConfig) -> str:
+    """Raises ConfigurationError for a scaling that does not say of which kind it is."""
+    kind = text(scaling, "rope_type", "type", default="")
+    if not kind and scaling.get("factor") not in (None, 1):
+        raise ConfigurationError(
+            f"config.json: its rotary positions have a factor ({scaling['factor']!r:.100}), but no rope_type: say "
+            "which, such as linear"
+        )
+    return "longrope" if kind == "su" else kind or "default"  # LongRoPE's former name
 
 
 def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
@@ -314,7 +325,7 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
     num_layers = integer(raw, *_NUM_LAYERS, default=len(texts(raw, "layers_block_type")) or None)
     if num_layers > _MAX_LAYERS:  # each takes memory before any tensor is looked for
         raise ConfigurationError(f"config.json: {num_layers} layers are more than {_MAX_LAYERS}: the file is broken")
-    max_positions = integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS)
+    max_positions = min(integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS, least=2), MOST_POSITIONS)
     head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
     return ModelConfig(
         architecture=architecture,

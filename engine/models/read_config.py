@@ -5,7 +5,7 @@ decoder-only models; to add one, see "A model family" in CONTRIBUTING.md.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpoint.config_json import RawConfig, read_config, texts
@@ -77,40 +77,46 @@ class Family:
     """`facts(plain, raw)` returns the family's ModelConfig, usually by `dataclasses.replace`.
 
     `plain` is the plain decoder with this checkpoint's sizes, `raw` its config.json. It raises ConfigurationError for
-    variants that are not supported.
+    variants that are not supported. `unsaid`: members that config.json may leave out, with the values that transformers
+    takes, where these are not those of `plain_config`.
     """
 
     title: str
     facts: Facts
+    unsaid: RawConfig = field(default_factory=dict)
 
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("Llama 1 to 3", llama),
     "Llama4ForCausalLM": Family("Llama 4, text", llama4),
     "MistralForCausalLM": Family("Mistral", mistral),
-    "MixtralForCausalLM": Family("Mixtral", mixtral),
+    "MixtralForCausalLM": Family("Mixtral", mixtral, {"rms_norm_eps": 1e-5, "rope_theta": 1e6}),
     "Qwen2ForCausalLM": Family("Qwen 1.5, 2, 2.5", qwen2),
     "Qwen2MoeForCausalLM": Family("Qwen 1.5 MoE, 2 MoE", qwen2_moe),
     "Qwen3ForCausalLM": Family("Qwen 3", qwen3),
     "Qwen3MoeForCausalLM": Family("Qwen 3 MoE", qwen3_moe),
     "Qwen3VLMoeForConditionalGeneration": Family("Qwen 3 VL MoE, text", qwen3_vl_moe),
-    "GPT2LMHeadModel": Family("GPT-2", gpt2),
-    "GPTBigCodeForCausalLM": Family("StarCoder, SantaCoder", gpt_bigcode),
-    "Starcoder2ForCausalLM": Family("StarCoder 2", starcoder2),
-    "GPTJForCausalLM": Family("GPT-J", gptj),
-    "GPTNeoXForCausalLM": Family("GPT-NeoX, Pythia", gpt_neox),
+    "GPT2LMHeadModel": Family("GPT-2", gpt2, {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}),
+    "GPTBigCodeForCausalLM": Family(
+        "StarCoder, SantaCoder", gpt_bigcode, {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_pytorch_tanh"}
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "StarCoder 2", starcoder2, {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"}
+    ),
+    "GPTJForCausalLM": Family("GPT-J", gptj, {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}),
+    "GPTNeoXForCausalLM": Family("GPT-NeoX, Pythia", gpt_neox, {"layer_norm_eps": 1e-5}),
     "OPTForCausalLM": Family("OPT", opt),
-    "BloomForCausalLM": Family("BLOOM", bloom),
-    "FalconForCausalLM": Family("Falcon", falcon),
-    "PhiForCausalLM": Family("Phi 1, 1.5, 2", phi),
-    "Phi3ForCausalLM": Family("Phi 3, 3.5, 4", phi3),
+    "BloomForCausalLM": Family("BLOOM", bloom, {"layer_norm_epsilon": 1e-5}),
+    "FalconForCausalLM": Family("Falcon", falcon, {"layer_norm_epsilon": 1e-5}),
+    "PhiForCausalLM": Family("Phi 1, 1.5, 2", phi, {"layer_norm_eps": 1e-5}),
+    "Phi3ForCausalLM": Family("Phi 3, 3.5, 4", phi3, {"rms_norm_eps": 1e-5}),
     "GemmaForCausalLM": Family("Gemma", gemma),
     "Gemma2ForCausalLM": Family("Gemma 2", gemma2),
     "Gemma3ForCausalLM": Family("Gemma 3, text", gemma3),
     "Gemma4ForCausalLM": Family("Gemma 4, text", gemma4),
     "Gemma4UnifiedForCausalLM": Family("Gemma 4 12B, text", gemma4_unified),
     "GraniteForCausalLM": Family("Granite 3", granite),
-    "StableLmForCausalLM": Family("StableLM", stablelm),
+    "StableLmForCausalLM": Family("StableLM", stablelm, {"layer_norm_eps": 1e-5}),
     "InternLMForCausalLM": Family("InternLM", internlm),
     "InternLM2ForCausalLM": Family("InternLM 2, 2.5", internlm2),
     "InternLM3ForCausalLM": Family("InternLM 3", internlm3),
@@ -118,10 +124,10 @@ FAMILIES: Mapping[str, Family] = {
     "BaiChuanForCausalLM": Family("Baichuan 7B", baichuan),
     "ChatGLMModel": Family("ChatGLM 2, 3, GLM-4", chatglm),
     "ChatGLMForConditionalGeneration": Family("ChatGLM 2, 3, GLM-4", chatglm),
-    "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm),
-    "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
+    "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm, {"rms_norm_eps": 1.5625e-07}),
+    "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4, {"rms_norm_eps": 1.5625e-07}),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
-    "GptOssForCausalLM": Family("gpt-oss", gpt_oss),
+    "GptOssForCausalLM": Family("gpt-oss", gpt_oss, {"rms_norm_eps": 1e-5}),
     "DeepseekV2ForCausalLM": Family("DeepSeek V2, Coder V2", deepseek_v2),
     "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
     "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
@@ -149,17 +155,17 @@ FAMILIES: Mapping[str, Family] = {
     "NemotronForCausalLM": Family("Nemotron 4, Minitron", nemotron),
     "ApertusForCausalLM": Family("Apertus", apertus),
     "HeliumForCausalLM": Family("Helium", helium),
-    "Glm4MoeForCausalLM": Family("GLM-4.5 to 4.7", glm4_moe),
-    "OlmoeForCausalLM": Family("OLMoE", olmoe),
-    "FlexOlmoForCausalLM": Family("FlexOlmo", flex_olmo),
+    "Glm4MoeForCausalLM": Family("GLM-4.5 to 4.7", glm4_moe, {"rms_norm_eps": 1e-5}),
+    "OlmoeForCausalLM": Family("OLMoE", olmoe, {"rms_norm_eps": 1e-5}),
+    "FlexOlmoForCausalLM": Family("FlexOlmo", flex_olmo, {"rms_norm_eps": 1e-6}),
     "Ernie4_5_MoeForCausalLM": Family("ERNIE 4.5 MoE", ernie4_5_moe),
     "GraniteMoeForCausalLM": Family("Granite 3 MoE", granite_moe),
     "GraniteMoeSharedForCausalLM": Family("Granite 3.1 MoE", granite_moe),
     "Dots1ForCausalLM": Family("dots.llm1", dots1),
     "HunYuanMoEV1ForCausalLM": Family("Hunyuan A13B", hunyuan_moe),
     "MiniMaxM2ForCausalLM": Family("MiniMax M2", minimax_m2),
-    "PhimoeForCausalLM": Family("Phi 3.5 MoE", phimoe),
-    "PhiMoEForCausalLM": Family("Phi 3.5 MoE", phimoe),
+    "PhimoeForCausalLM": Family("Phi 3.5 MoE", phimoe, {"rms_norm_eps": 1e-5}),
+    "PhiMoEForCausalLM": Family("Phi 3.5 MoE", phimoe, {"rms_norm_eps": 1e-5}),
     "SolarOpenForCausalLM": Family("Solar Open", solar_open),
 }
 """Families by the names in `architectures` of config.json."""
@@ -190,6 +196,7 @@ def _parse(raw: RawConfig, rope: RopeOverride) -> AnyConfig:
             _require_rotary(rope, architecture, has_rotary=False)
             return parse_encoder_decoder(raw, architecture)
     name, family = _family_of(raw)
+    raw = {**raw, **{key: value for key, value in family.unsaid.items() if raw.get(key) is None}}
     config = family.facts(plain_config(raw, name), raw)
     has_rotary = config.positions == "rotary" and len(config.unrotated) < config.num_layers
     _require_rotary(rope, name, has_rotary=has_rotary)
@@ -266,6 +273,12 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
                 f"config.json: {name} must have {rope.dim // 2} numbers, one for each pair of rotated dimensions, "
                 f"got {len(factors)}"
             )
+    if rope.kind == "longrope" and rope.original_positions < 2:
+        raise ConfigurationError(
+            f"config.json: original_max_position_embeddings must be above 1, got {rope.original_positions}"
+        )
+    if rope.kind == "yarn" and rope.theta <= 1:
+        raise ConfigurationError(f"config.json: rope_theta of YaRN must be above 1, got {rope.theta:g}")
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ConfigurationError(
             f"config.json: high_freq_factor ({rope.high_freq_factor:g}) must be above low_freq_factor "

@@ -25,8 +25,7 @@ from mesh.domain.errors import ConfigurationError
 
 def packed_parts(storage: MatrixStorage, shape: Shape) -> Parts:
     num_outputs, num_inputs = shape
-    scale_shapes = _scale_shapes(storage, shape)
-    packed_zeros = (_num_words(num_outputs, storage.num_bits), count_groups(storage, num_inputs))
+    scale_shapes, packed_zeros = _scale_shapes(storage, shape), _packed_zeros(storage, shape)
     return {
         "weight_packed": Part(("I32",), ((num_outputs, _num_words(num_inputs, storage.num_bits)),)),
         "weight_scale": Part(FLOATS, scale_shapes),
@@ -45,6 +44,11 @@ def read_packed(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> Quant
             "one of them is from another checkpoint"
         )
     scales, zeros = _by_output(tensors["weight_scale"], storage, shape), tensors.get("weight_zero_point")
+    if zeros is not None and (zeros.dtype is torch.int32) != (zeros.shape == _packed_zeros(storage, shape)):
+        raise ConfigurationError(
+            f"its weight_zero_point has shape {list(zeros.shape)}, which is that of zeros "
+            f"{'in int8' if zeros.dtype is torch.int32 else 'packed in int32'}: download the checkpoint again"
+        )
     if zeros is not None and zeros.dtype is torch.int32:
         zeros = _signed(zeros.t(), storage.num_bits)[:, :num_outputs].t()
     return QuantizedMatrix(
@@ -53,6 +57,10 @@ def read_packed(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> Quant
         None if zeros is None else _by_output(zeros, storage, shape),
         read_groups(tensors.get("weight_g_idx"), scales.shape[1]),
     )
+
+
+def _packed_zeros(storage: MatrixStorage, shape: Shape) -> Shape:
+    return _num_words(shape[0], storage.num_bits), count_groups(storage, shape[1])
 
 
 def plain_parts(storage: MatrixStorage, shape: Shape) -> Parts:

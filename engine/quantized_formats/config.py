@@ -135,9 +135,23 @@ def read_quantization(model_dir: Path) -> Quantization | None:
 def _require(raw: RawConfig, name: str, *accepted: object, default: object = None) -> Any:
     value = raw.get(name, default)
     value = value.lower() if isinstance(value, str) else value
-    if value not in accepted:
+    if not any(value == each and type(value) is type(each) for each in accepted):  # 4.0 and True are no sizes
         listed = ", ".join(map(str, accepted))
         raise ConfigurationError(f"{name} {value!r} is not supported; supported: {listed}")
+    return value
+
+
+def _flag(raw: RawConfig, name: str, *, default: bool) -> bool:
+    value = default if raw.get(name) is None else raw[name]
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be true or false, got {value!r:.100}")
+    return value
+
+
+def _object(raw: RawConfig, name: str) -> RawConfig:
+    value = raw.get(name)
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{name} must be an object, got {value!r:.100}")
     return value
 
 
@@ -155,7 +169,10 @@ def _awq(raw: RawConfig) -> Quantization:
     layout = "format" if raw.get("version") is None else "version"  # transformers reads both, "version" first
     _require({layout: raw.get(layout) or "gemm"}, layout, "gemm")
     storage = MatrixStorage(
-        "awq", _require(raw, "bits", 4), block_inputs=_group_size(raw), is_symmetric=not raw.get("zero_point", True)
+        "awq",
+        _require(raw, "bits", 4),
+        block_inputs=_group_size(raw),
+        is_symmetric=not _flag(raw, "zero_point", default=True),
     )
     return Quantization("awq", (ModuleGroup(("Linear",), storage),))
 
@@ -164,7 +181,7 @@ def _gptq(raw: RawConfig) -> Quantization:
     version = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"  # GPTQModel's later name
     kind = _require(raw, version, "gptq", "gptq_v2", default="gptq")
     _require(raw, "pack_dtype", "int32", default="int32")
-    if raw.get("is_marlin_format"):
+    if _flag(raw, "is_marlin_format", default=False):
         raise ConfigurationError("is_marlin_format is not supported: serve the checkpoint that it was made from")
 
     def storage(facts: RawConfig) -> MatrixStorage:
@@ -172,23 +189,24 @@ def _gptq(raw: RawConfig) -> Quantization:
             "gptq",
             _require(facts, "bits", 4, 8),
             block_inputs=_group_size(facts),
-            is_symmetric=bool(facts.get("sym", True)),
-            has_group_index=bool(facts.get("desc_act", False)),
+            is_symmetric=_flag(facts, "sym", default=False),
+            has_group_index=_flag(facts, "desc_act", default=False),
             zeros_minus_one=kind == "gptq",
         )
 
     groups = [ModuleGroup(("Linear",), storage(raw))]
     # GPTQModel: patterns of modules, "-:" for those that are not quantised, the others with their own facts.
-    for pattern, facts in (raw.get("dynamic") or {}).items():
-        own = None if pattern.startswith("-:") else storage({**raw, **facts})
+    dynamic = _object(raw, "dynamic") if raw.get("dynamic") else {}
+    for pattern in dynamic:
+        own = None if pattern.startswith("-:") else storage({**raw, **_object(dynamic, pattern)})
         targets = _targets([f"re:{pattern.removeprefix('-:').removeprefix('+:')}"], "dynamic")
         groups.append(ModuleGroup(targets, own))
     return Quantization(str(kind), tuple(groups))
 
 
 def _fp8(raw: RawConfig) -> Quantization:
-    rows, inputs = raw.get("weight_block_size") or (0, 0)
-    storage = MatrixStorage("plain", 8, block_rows=int(rows), block_inputs=int(inputs), is_float=True)
+    rows, inputs = (0, 0) if raw.get("weight_block_size") is None else _block(raw, "weight_block_size")
+    storage = MatrixStorage("plain", 8, block_rows=rows, block_inputs=inputs, is_float=True)
     return Quantization("fp8", (ModuleGroup(("Linear",), storage),))
 
 
@@ -206,14 +224,16 @@ def _compressed_tensors(raw: RawConfig) -> Quantization:
         raise ConfigurationError("transform_config is not supported: serve a checkpoint without transforms")
     _require(raw.get("sparsity_config") or {}, "format", "dense", default="dense")
     groups, formats = [], set()
-    for facts in raw["config_groups"].values():
+    stated = _object(raw, "config_groups")
+    for group in stated:
+        facts = _object(stated, group)
         if facts.get("weights") is None:
-            groups.append(ModuleGroup(_targets(facts["targets"]), None))
+            groups.append(ModuleGroup(_targets(facts.get("targets")), None))
             continue
         source = facts if facts.get("format") else raw
         formats.add(name := _require(source, "format", *_COMPRESSED_FORMATS))
-        storage = replace(_weights(facts["weights"], name), int8_rows=_is_int8(facts.get("input_activations")))
-        groups.append(ModuleGroup(_targets(facts["targets"]), storage))
+        storage = replace(_weights(_object(facts, "weights"), name), int8_rows=_has_int8_inputs(facts))
+        groups.append(ModuleGroup(_targets(facts.get("targets")), storage))
     method = f"compressed-tensors {' and '.join(sorted(formats))}"
     return Quantization(method, tuple(groups), _targets(raw.get("ignore") or [], "ignore"))
 
@@ -239,7 +259,9 @@ def _weights(weights: RawConfig, name: str) -> MatrixStorage:
     strategy = _require({"strategy": weights.get("strategy") or inferred}, "strategy", *_STRATEGIES)
     if strategy == "group" and not size:
         raise ConfigurationError("strategy 'group' needs a group_size > 0")
-    rows, inputs = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size)}.get(strategy) or _block(weights)
+    rows, inputs = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size)}.get(strategy) or _block(
+        weights, "block_structure"
+    )
     order = weights.get("actorder")
     return MatrixStorage(
         _COMPRESSED_FORMATS[name],
@@ -247,7 +269,7 @@ def _weights(weights: RawConfig, name: str) -> MatrixStorage:
         rows,
         inputs,
         is_float=kind == "float",
-        is_symmetric=bool(weights.get("symmetric", True)),
+        is_symmetric=_flag(weights, "symmetric", default=True),
         # Any other order was used while the matrix was rounded, and is not that of the file.
         has_group_index=order is True or str(order).lower() in ("group", "dynamic"),
     )
@@ -262,14 +284,20 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _block(weights: RawConfig) -> tuple[int, int]:
-    block = weights["block_structure"]
-    rows, inputs = block.split("x") if isinstance(block, str) else block
-    return int(rows), int(inputs)
+def _block(raw: RawConfig, name: str) -> tuple[int, int]:
+    """Rows and inputs that share a scale: a list, or a text such as 128x128."""
+    value = raw.get(name)
+    sizes = [int(size) for size in value.split("x") if size.isdecimal()] if isinstance(value, str) else value
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise ConfigurationError(f"{name} must be two sizes above 0, rows and inputs, got {value!r:.100}")
+    return sizes[0], sizes[1]
 
 
-def _is_int8(activations: RawConfig | None) -> bool:
-    return activations is not None and (activations.get("type", "int"), activations.get("num_bits", 8)) == ("int", 8)
+def _has_int8_inputs(group: RawConfig) -> bool:
+    if group.get("input_activations") is None:
+        return False
+    activations = _object(group, "input_activations")
+    return (activations.get("type", "int"), activations.get("num_bits", 8)) == ("int", 8)
 
 
 _METHODS: Mapping[str, Callable[[RawConfig], Quantization]] = {

@@ -4,6 +4,8 @@ Version 1 stores zeros minus 1, version 2 ("gptq_v2") as they are. With desc_act
 the inputs of a group are not neighbours, so the matrix is never cut by groups.
 """
 
+from torch import Tensor
+
 from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import (
     FLOATS,
@@ -41,5 +43,20 @@ def read(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> QuantizedMat
         packed_zeros = packed_zeros + 0xFFFFFFFF // (2**storage.num_bits - 1)
     values = unpack(tensors["qweight"].t(), storage.num_bits)
     zeros = unpack(packed_zeros, storage.num_bits).t()
+    if storage.is_symmetric:
+        _require_version(storage, zeros)
     scales = tensors["scales"].t().float()
     return QuantizedMatrix(values, scales, zeros, read_groups(tensors.get("g_idx"), scales.shape[1]))
+
+
+def _require_version(storage: MatrixStorage, zeros: Tensor) -> None:
+    """Raise ConfigurationError if all zeros are next to the middle, where those of a symmetric matrix are: then they
+    are stored as in the other version.
+    """
+    middle = 2 ** (storage.num_bits - 1)
+    if (other := int(zeros[0, 0])) in (middle - 1, middle + 1) and bool((zeros == other).all()):
+        version = "gptq_v2" if storage.zeros_minus_one else "gptq"
+        raise ConfigurationError(
+            f"its zeros are {other}, where config.json implies {middle} (sym): the checkpoint is in the other version "
+            f'of the format; set checkpoint_format to "{version}"'
+        )

@@ -129,7 +129,7 @@ def count_groups(storage: MatrixStorage, num_inputs: int) -> int:
 
 def read_groups(index: Tensor | None, num_groups: int) -> Tensor | None:
     """The group of each input as stored. Files of formats that always have an index may leave it at -1, which means
-    groups in order. Raises ConfigurationError if it names a group that has no scale.
+    groups in order. Raises ConfigurationError if it names a group that has no scale, or leaves one out.
     """
     if index is None or bool((index == -1).all()):
         return None
@@ -137,4 +137,6 @@ def read_groups(index: Tensor | None, num_groups: int) -> Tensor | None:
         raise ConfigurationError(
             f"its index names groups {int(index.min())} to {int(index.max())}, and it has {num_groups}: it is broken"
         )
+    if (num_named := int(torch.bincount(index).count_nonzero())) < num_groups:
+        raise ConfigurationError(f"its index names {num_named} of its {num_groups} groups: it is broken")
     return index.to(torch.int64)

@@ -17,6 +17,7 @@ StoredTensors = Mapping[str, StoredTensor]
 
 _MATRICES = ("weight", "qweight", "weight_packed")
 """The tensors of which a module has one, which holds the numbers of its matrix."""
+_SCALES = ("weight_scale", "weight_scale_inv")
 _UNUSED_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
 """Scales of activations, which are computed here from the activations themselves."""
 
@@ -81,6 +82,8 @@ def find_module(
     with the file and the tensor if config.json and the tensors do not fit.
     """
     matrices = [f"{name}.{matrix}" for matrix in _MATRICES if f"{name}.{matrix}" in stored]
+    if matrices == [f"{name}.weight"] and quantization is not None and _is_float(stored[matrices[0]]):
+        _require_no_scales(name, stored)
     if not matrices or (matrices == [f"{name}.weight"] and (quantization is None or _is_float(stored[matrices[0]]))):
         return None
     where = f"{stored[matrices[0]].path}: tensor {matrices[0]}"
@@ -118,6 +121,16 @@ def find_module(
         unused,
         stored[matrices[0]].dtype,
     )
+
+
+def _require_no_scales(name: str, stored: StoredTensors) -> None:
+    """Raise ConfigurationError for scales of a matrix that is in floating point: without them it may mean nothing."""
+    if scales := [f"{name}.{part}" for part in _SCALES if f"{name}.{part}" in stored]:
+        weight = stored[f"{name}.weight"]
+        raise ConfigurationError(
+            f"{weight.path}: tensor {name}.weight has dtype {weight.dtype}, and {scales[0]} is there beside it: the "
+            "checkpoint mixes formats; remove the scales if the matrix is dequantised, or download it again"
+        )
 
 
 def find_stacked(

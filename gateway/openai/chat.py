@@ -51,7 +51,7 @@ def chat_json(answer: Answer, body: ChatBody, envelope: Envelope, answer_format:
 
 
 def _choice(choice: Choice, body: ChatBody, parser: AnswerParser) -> Json:
-    tokens = visible_tokens(choice.tokens, choice.finish_reason)
+    tokens = visible_tokens(choice)
     return {
         "index": choice.index,
         "message": build_message([*parser.push(choice.text), *parser.finish(choice.finish_reason)]),

@@ -60,7 +60,7 @@ def _prompt_only(choice: Choice) -> Choice:
 def _choice(choice: Choice, prompt_tokens: Sequence[Token], body: CompletionBody) -> Json:
     logprobs = None
     if body.logprobs is not None:
-        tokens = (*prompt_tokens, *visible_tokens(choice.tokens, choice.finish_reason))
+        tokens = (*prompt_tokens, *visible_tokens(choice))
         logprobs = CompletionLogprobs(body).of(tokens)
     return {
         "index": choice.index,

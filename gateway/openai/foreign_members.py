@@ -124,6 +124,7 @@ def translate_members(body: Mapping[str, Any], own: Collection[str]) -> Json:
         off, instead = REFUSED[name]
         if not _is_one_of(off, translated[name]):
             raise InvalidField(f"{name} is not supported: {instead}", field=name)
+    _read_no_limit(translated, is_chat="messages" in own)
     for name in translated.keys() & OTHER_NAMES.keys():
         ours, value = OTHER_NAMES[name], translated[name]
         if translated.setdefault(ours, value) != value:
@@ -131,6 +132,16 @@ def translate_members(body: Mapping[str, Any], own: Collection[str]) -> Json:
     if translated.get("priority") == 0:
         del translated["priority"]  # the default of servers whose priorities are numbers
     return translated
+
+
+def _read_no_limit(body: Json, *, is_chat: bool) -> None:
+    """Take llama.cpp's -1 for no limit, which chats have by default. Raises InvalidField for other negative numbers."""
+    limit = body.get("n_predict")
+    if type(limit) is not int or limit >= 0:
+        return
+    if not (is_chat and limit == -1):
+        raise InvalidField(f"n_predict must be at least 1, or -1 in chats for no limit, got {limit}", field="n_predict")
+    del body["n_predict"]
 
 
 def _is_one_of(values: Collection[object], value: object) -> bool:

@@ -40,7 +40,7 @@ def completion_arguments(body: CompletionBody, model: Model | None, max_prompts:
     shared["echo"] = body.echo
     shared["top_logprobs"] = body.logprobs
     shared["prompt_logprobs"] = body.echo and body.logprobs is not None
-    shared["own_bytes"] = body.logprobs is not None
+    shared["own_bytes"] = body.logprobs is not None or bool(body.stop)  # to tell which tokens are its stop string
     shared["truncate_prompt_tokens"] = _truncation(body, shared["max_new_tokens"], model)
     prompts = _prompts(body.prompt)
     if not 1 <= len(prompts) <= max_prompts:
@@ -57,7 +57,7 @@ def chat_arguments(body: ChatBody, model: Model | None, tool_use: ToolUse | None
     arguments = GenerateArguments(**_sampling(body, model), **rendering_of(body))
     arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     arguments["top_logprobs"] = body.top_logprobs
-    arguments["own_bytes"] = body.logprobs
+    arguments["own_bytes"] = body.logprobs or bool(body.stop)  # to tell which tokens are its stop string
     arguments["truncate_prompt_tokens"] = _truncation(body, arguments["max_new_tokens"], model)
     if tool_use is not None and tool_use.is_forced:
         if structure_arguments(body):

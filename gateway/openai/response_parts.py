@@ -7,7 +7,6 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from uuid import uuid4
 
 import tandem
@@ -70,10 +69,14 @@ def usage_json(usage: Usage) -> Json:
 
 def without_stop_tokens(choices: Iterable[Choice]) -> tuple[Choice, ...]:
     """Copy the choices with completion counts that exclude stop strings."""
-    return tuple(
-        replace(choice, usage=_without_last(choice.usage, num_stop_tokens(choice.tokens, choice.finish_reason)))
-        for choice in choices
-    )
+    return tuple(replace(choice, usage=_without_last(choice.usage, _num_stop_tokens(choice))) for choice in choices)
+
+
+def _num_stop_tokens(choice: Choice) -> int:
+    held = HeldTokens()
+    for token in choice.tokens:
+        held.add(token)
+    return held.num_stop(choice.finish_reason)
 
 
 def _without_last(usage: Usage, num_tokens: int) -> Usage:
@@ -91,20 +94,17 @@ class StreamUsage:
         self._sum = Usage()
         self._num_prompt = 0  # tokens of the prompts whose answers have begun
         self._num_running = 0
-        self._textless: dict[int, list[Token]] = {}  # per choice, the last tokens without text
+        self._held: dict[int, HeldTokens] = {}
 
     def add(self, event: TokenEvent) -> None:
-        textless = self._textless.setdefault(event.index, [])
+        held = self._held.setdefault(event.index, HeldTokens())
         self._num_prompt += event.num_prompt_tokens
         if event.token is not None:
             self._num_running += 1
-            if event.token.text:
-                textless.clear()
-            else:
-                textless.append(event.token)
+            held.add(event.token)
         if event.usage is None:
             return
-        num_stop = num_stop_tokens(textless, event.finish_reason)
+        num_stop = held.num_stop(event.finish_reason)
         self._num_running -= num_stop
         usage, is_first = _without_last(event.usage, num_stop), event.index % self._num_choices == 0
         self._sum = Usage(
@@ -127,38 +127,62 @@ class StreamUsage:
             yield envelope.json([]) | {"usage": usage_json(self._sum)}
 
 
-def num_stop_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> int:
-    """Count the tokens at the end of a complete answer that consist of its stop string only, or are its stop token."""
-    if finish_reason is not FinishReason.STOP_SEQUENCE:
-        return 0
-    num_stop = 0
-    for number, token in enumerate(takewhile(lambda token: not token.text, reversed(tokens)), start=1):
-        if number == 1 or not token.special:  # a special token in front was left out of the text
-            num_stop = number
-    return num_stop
+class HeldTokens:
+    """The last tokens of a choice, of whose texts nothing has been sent: they may be its stop string. Places are
+    counted in characters of the answer. They are exact for tokens with own bytes.
+    """
+
+    def __init__(self) -> None:
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
+        self._num_own = self._num_sent = 0
+        self._held: list[tuple[int, Token]] = []  # with the places where they begin
+
+    def add(self, token: Token) -> list[Token]:
+        """Add a token. Returns the tokens whose text has now begun to be sent, in order."""
+        self._held.append((self._num_own, token))
+        self._num_own += len(self._decode(bytes_of(token)))
+        self._num_sent += len(token.text)
+        num_begun = sum(begin < self._num_sent for begin, _ in self._held)
+        begun, self._held = self._held[:num_begun], self._held[num_begun:]
+        return [token for _, token in begun]
+
+    def num_stop(self, finish_reason: FinishReason | None) -> int:
+        """Count the tokens at the end of a complete answer that are part of its stop string only, or its stop token."""
+        if finish_reason is not FinishReason.STOP_SEQUENCE:
+            return 0
+        num_stop = 0
+        for number, (_, token) in enumerate(reversed(self._held), start=1):
+            if number == 1 or not token.special:  # a special token in front was left out of the text
+                num_stop = number
+        return num_stop
+
+    def end(self, begun: Sequence[Token], finish_reason: FinishReason) -> Sequence[Token]:
+        """Return `begun`, which the last `add` has returned, and the held tokens that are part of the text: not the
+        stop string, nor the token that has ended the answer unless it is shown.
+        """
+        tokens = [*begun, *(token for _, token in self._held)]
+        is_last_hidden = bool(tokens) and not bytes_of(tokens[-1])
+        return tokens[: len(tokens) - max(is_last_hidden, self.num_stop(finish_reason))]
 
 
-def visible_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> Sequence[Token]:
-    """Drop what is not part of the text: the stop string, or the token that has ended the answer unless it is shown."""
-    is_last_hidden = finish_reason is not None and bool(tokens) and not bytes_of(tokens[-1])
-    return tokens[: len(tokens) - max(is_last_hidden, num_stop_tokens(tokens, finish_reason))]
+def visible_tokens(choice: Choice) -> Sequence[Token]:
+    """The tokens of a complete answer that are part of its text."""
+    held = HeldTokens()
+    begun = [token for added in choice.tokens for token in held.add(added)]
+    return held.end(begun, choice.finish_reason)
 
 
 class StreamTokens:
     """Assigns tokens to events. A token without text is held until later text shows whether it is in a stop string."""
 
     def __init__(self) -> None:
-        self._pending: dict[int, list[Token]] = {}
+        self._held: dict[int, HeldTokens] = {}
 
     def take(self, event: TokenEvent) -> Sequence[Token]:
-        """Return the held tokens and the event's token if the event has text or ends the choice, else nothing."""
-        pending = self._pending.setdefault(event.index, [])
-        if event.token is not None:
-            pending.append(event.token)
-        if event.finish_reason is None and not event.text:
-            return ()
-        self._pending[event.index] = []
-        return visible_tokens(pending, event.finish_reason)
+        """Return the tokens whose text begins in this event; of the last event, all that are part of the text."""
+        held = self._held.setdefault(event.index, HeldTokens())
+        begun = [] if event.token is None else held.add(event.token)
+        return begun if event.finish_reason is None else held.end(begun, event.finish_reason)
 
 
 def chat_logprobs(tokens: Iterable[Token], body: ChatBody) -> Json | None:

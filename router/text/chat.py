@@ -202,7 +202,7 @@ class ChatTemplate:
         """
         config = tokenizer_settings(model_dir)
         older = read_json(model_dir / "chat_template.json", optional=True)
-        templates = _by_name(older.get("chat_template")) | _by_name(config.get("chat_template"))
+        templates = _by_name(older, "chat_template.json") | _by_name(config, "tokenizer_config.json")
         for path in model_dir.glob(NAMED_TEMPLATES):
             templates[path.stem] = _read_text(path)
         path = model_dir / "chat_template.jinja"
@@ -211,7 +211,10 @@ class ChatTemplate:
         if _DEFAULT not in templates:
             return None
         beside = read_json(model_dir / "special_tokens_map.json", optional=True)
-        return cls(templates[_DEFAULT], _special_tokens(beside | config), templates.get(_WITH_TOOLS))
+        try:
+            return cls(templates[_DEFAULT], _special_tokens(beside | config), templates.get(_WITH_TOOLS))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{model_dir}: {error}") from error
 
     def compile(self) -> None:
         """Compile the templates, which evaluates their constants. Raises ConfigurationError if one is broken."""
@@ -358,14 +361,16 @@ def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _by_name(template: object) -> dict[str, str]:
-    """Return templates by name: some checkpoints have a list of them, such as one for chat with tools."""
+def _by_name(content: Mapping[str, object], file: str) -> dict[str, str]:
+    """The templates in a file by name: some checkpoints have a list of them, such as one for chat with tools."""
+    template = content.get("chat_template")
     if isinstance(template, str):
         return {_DEFAULT: template}
-    entries = template if isinstance(template, list) else []
+    if template is not None and not isinstance(template, list):
+        raise ConfigurationError(f"{file}: chat_template must be a text or a list, got {template!r:.100}")
     return {
         str(entry.get("name")): entry["template"]
-        for entry in entries
+        for entry in template or ()
         if isinstance(entry, dict) and isinstance(entry.get("template"), str)
     }
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryFile
 from typing import Any
 
 from rich.table import Table
@@ -61,6 +62,7 @@ def optimize(args: argparse.Namespace) -> int:
         checkpoints = Checkpoints(subject.folder, subject.calibration(recipe.max_prompts), args.out / _WORK)
         tried, pruned = subject.candidates(recipe, demand, checkpoints.require)
         state = State.open(args.out / "state.json", _about(args, recipe, subject, questions), tried)
+        _require_writable(args.out)
         console.print(f"{len(tried)} candidates, {len(questions)} prompts, {recipe.concurrency} at once")
         try:
             with progress_bar(console) as bar:
@@ -82,6 +84,16 @@ def optimize(args: argparse.Namespace) -> int:
             return 1
     _show(outcome, args)
     return 0 if outcome.choice is not None else 1
+
+
+def _require_writable(out: Path) -> None:
+    """Raise ConfigurationError, before anything is measured, if nothing can be written to OUT. Creates the folder."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {out}: {error.strerror or error}: choose another --out") from error
 
 
 def _about(args: argparse.Namespace, recipe: Recipe, subject: Subject, questions: Sequence[Question]) -> dict[str, Any]:

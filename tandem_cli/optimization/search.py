@@ -91,7 +91,7 @@ class State:
         """
         state = cls(path, about)
         if not path.exists():
-            if path.parent.exists() and any(path.parent.iterdir()):
+            if path.parent.is_dir() and any(path.parent.iterdir()):
                 raise ConfigurationError(f"{path.parent} is not empty: choose another folder for --out")
             return state
         try:

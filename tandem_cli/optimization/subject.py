@@ -23,7 +23,7 @@ from engine.quantizer.float_checkpoint import FloatCheckpoint, open_float_checkp
 from engine.quantizer.make import quantize_checkpoint, require_fit
 from engine.quantizer.schemes import Scheme, make_scheme
 from engine.runner_settings import RunnerSettings
-from mesh.domain.errors import ConfigurationError
+from mesh.domain.errors import ConfigurationError, InvalidRequest
 from tandem_cli.calibration import PromptEncoder
 from tandem_cli.capacity.ranks import precision_of
 from tandem_cli.capacity.roofline import Precision
@@ -81,7 +81,7 @@ class Subject:
         reason = why_eager(settings, config, layout)
         machine = Machine(device.type, free_bytes, len(available_cores()), reason)
         encoder = PromptEncoder(folder)
-        prompts = tuple(encoder.encode(question.job) for question in questions)
+        prompts = tuple(_encoded(encoder, *numbered, config.vocab_size) for numbered in enumerate(questions, start=1))
         references = tuple(encoder.answer(question.reference or "") for question in questions)
         base = precision_of(settings, config)
         return cls(name, folder, config, base, machine, prompts, references)
@@ -142,6 +142,20 @@ class Subject:
                 except ConfigurationError as error:
                     reasons[precision] = str(error)
         return reasons
+
+
+def _encoded(encoder: PromptEncoder, number: int, question: Question, vocab_size: int) -> tuple[int, ...]:
+    """Raises ConfigurationError with the number of the prompt."""
+    try:
+        ids = encoder.encode(question.job)
+    except (ConfigurationError, InvalidRequest) as error:
+        raise ConfigurationError(f"--data, prompt {number}: {error}") from error
+    if ids and max(ids) >= vocab_size:
+        raise ConfigurationError(
+            f"--data, prompt {number}: token {max(ids)} is not in the model's vocabulary of {vocab_size}: give ids of "
+            "this model, or prompt"
+        )
+    return ids
 
 
 class Checkpoints:

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from checkpoint.adapters import find_adapters, read_adapter
 from decode_worker.settings import DecodeSettings
 from engine.loading.load_runner import load_model_runner
-from engine.models.adapters import load_adapter
+from engine.models.adapters import adapter_shapes, load_adapter
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.runner_settings import RunnerSettings
@@ -174,6 +174,8 @@ def add_tensor(folder: Path, name: str, *shape: int) -> None:
         ({"init_lora_weights": "OLoRA"}, "changes the base model"),
         ({"r": 8}, "has rank 4, and adapter_config.json says 8"),
         ({"lora_alpha": None}, "lora_alpha of module .* is None"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false, got 'false'"),
+        ({"target_modules": ["q_proj", "v_proj"]}, r"module .*_proj is not among the target_modules of adapter_config"),
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern: '\\(' is not a regular expression"),
     ],
 )
@@ -234,6 +236,27 @@ def test_modules_that_do_not_fit_are_refused(checkpoint: Checkpoint, tmp_path: P
         add_tensor(folder, f"{PREFIX}{module}.{part}.weight", *shape)
     with pytest.raises(ConfigurationError, match=f"adapter mine: .*{reason}"):
         load_arm(checkpoint("llama"), "torch", adapters=read_adapters(folder))
+
+
+def test_targets_may_be_names_or_ends_of_names(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for targets in (["q_proj", "layers.1.self_attn.k_proj"], ["none"], "all-linear", None):
+        folder = write_adapter(
+            checkpoint("llama"), tmp_path / "mine", targets=r"q_proj|\.1\..*k_proj", target_modules=targets
+        )
+        assert len(read_adapters(folder)[0].matrices) == 4
+
+
+def test_numbers_that_cannot_be_used_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Types before the model is read."""
+    model_dir = checkpoint("llama")
+    folder = write_adapter(model_dir, tmp_path / "mine", lora_alpha=1e308)
+    specs = parameter_specs(load_decoder_config(model_dir))
+    with pytest.raises(ConfigurationError, match="adapter mine: lora_alpha makes numbers of .* infinite"):
+        load_adapter(read_adapters(folder)[0], specs)
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(ConfigurationError, match="adapter mine: .* has dtype I8, not one of F32, F16, BF16"):
+        adapter_shapes(read_adapters(folder), specs)
 
 
 def test_a_damaged_header_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:

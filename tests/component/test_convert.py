@@ -208,6 +208,26 @@ def test_other_contents_are_named(tmp_path: Path, content: object, reason: str) 
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"\x80\x05.", b"\x80\x02h\x00.", b"PK\x03\x04" + bytes(100)])
+def test_damaged_pickles_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(
+        ConfigurationError, match=r"pytorch_model\.bin is (truncated or )?no checkpoint of PyTorch\S* \w"
+    ):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["\ud800", "__metadata__"])
+def test_names_that_cannot_be_written_are_named(tmp_path: Path, name: str) -> None:
+    torch.save({"x": torch.ones(3), name: torch.ones(3)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ConfigurationError, match=r"pytorch_model\.bin: a tensor is named '.*', which safetensors cannot hold"
+    ):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_broken_files_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
     old = tmp_path / "old"
     write_pickled(checkpoint("llama"), old, num_files=2)
@@ -223,4 +243,21 @@ def test_broken_files_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
         convert_folder(checkpoint("llama"), tmp_path / "new")
     with pytest.raises(ConfigurationError, match=f"is a file: name the folder that it is in, {old}$"):
         convert_folder(old / "pytorch_model-0.bin", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "reason"),
+    [
+        (["pytorch_model-0.bin"], r"must be an object of file names by tensor, got \['pytorch_model-0\.bin'\]"),
+        ({"x": 1}, r"must be an object of file names by tensor, got \{'x': 1\}"),
+        (None, "must be an object of file names by tensor, got None"),
+        ({}, "names no tensor: there is nothing to convert"),
+        ({"x": "../pytorch_model.bin"}, r"names a file outside its folder: '\.\./pytorch_model\.bin'"),
+    ],
+)
+def test_an_index_that_is_none_is_named(tmp_path: Path, weight_map: object, reason: str) -> None:
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigurationError, match=rf"pytorch_model\.bin\.index\.json.* {reason}"):
+        convert_folder(tmp_path, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,16 @@ def test_a_count_of_nothing_is_named(tmp_path: Path) -> None:
     path.write_bytes(content[:at] + bytes(4) + content[at + 4 :])
     with pytest.raises(ConfigurationError, match=r"says llama\.attention\.head_count 0, which must be at least 1"):
         convert_gguf(path, tmp_path / "out", None)
+
+
+def test_a_tensor_without_numbers_is_named(tmp_path: Path) -> None:
+    path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
+    content, key = path.read_bytes(), b"blk.0.attn_q.weight"
+    at = content.index(key) + len(key) + 4  # after the number of its dimensions
+    path.write_bytes(content[:at] + struct.pack("<QQ", 2**59, 0) + content[at + 16 :])
+    with pytest.raises(ConfigurationError, match=r"tensor blk\.0\.attn_q\.weight has no numbers, in shape"):
+        convert_gguf(path, tmp_path / "out", None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_numbers_are_those_of_the_package(tmp_path: Path) -> None:

@@ -109,7 +109,9 @@ def test_refused_by_name(checkpoint: Checkpoint, family: str, changes: dict[str,
 
 
 def _unequal(index: torch.Tensor) -> torch.Tensor:
-    return index.masked_fill(index == 1, 0)
+    changed = index.clone()
+    changed[(index == 1).nonzero()[0]] = 0
+    return changed
 
 
 def _too_large(packed_zeros: torch.Tensor) -> torch.Tensor:

@@ -83,13 +83,44 @@ def test_longest_sequence(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"max_position_embeddings": 10**30},
+        {"rope_parameters": {"rope_type": "linear", "factor": 1e30, "rope_theta": 1e4}},
+    ],
+)
+def test_no_limit_of_positions_is_one_that_workers_can_tell(model_dir: Path, change: dict[str, object]) -> None:
+    edit_config(model_dir, **change)
+    assert load_config(model_dir).max_model_len == 2**31 - 1
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["GPT9"]}, "GPT9.*supported: LlamaForCausalLM"),
+        ({"architectures": ["GPT9"]}, "GPT9 is not supported; supported: LlamaForCausalLM"),
         ({"architectures": None}, "none given"),
         ({"hidden_act": "swish9"}, "swish9.*supported: silu"),
         ({"rope_parameters": {"rope_type": "mrope"}}, "mrope.*supported: default"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 8.0}}, r"have a factor \(8\.0\), but no rope_type"),
+        ({"rope_parameters": {"rope_type": None, "factor": 8.0}}, r"have a factor \(8\.0\), but no rope_type"),
+        (
+            {"rope_parameters": {"rope_type": ["linear"], "factor": 8.0}},
+            r"rope_type must be a string, got \['linear'\]",
+        ),
+        ({"rope_parameters": {"rope_type": 0, "factor": 8.0}}, "rope_type must be a string, got 0"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1}},
+            "rope_theta of YaRN must be above 1",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 1,
+                "rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8},
+            },
+            "original_max_position_embeddings must be above 1, got 1",
+        ),
+        ({"max_position_embeddings": 1}, "max_position_embeddings must be an integer from 2 on, got 1"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "multiple"),
         ({"quantization_config": {"bits": 4}}, "quant_method None is not supported; supported: awq, gptq"),

@@ -180,5 +180,20 @@ def test_bad_input_of_the_command_is_named(
     encoder = build_encoder_decoder("t5", tmp_path / "t5")
     assert "has an encoder" in said(capsys, str(encoder), f"--data={data}", f"--out={out}")
     assert "--judge must be a Python file" in said(capsys, model, f"--data={data}", f"--out={out}", "--judge=none.py")
+    for line, reason in (
+        ({"token_ids": [1, 999]}, "token 999 is not in the model's vocabulary of 264"),
+        ({"messages": [{"role": "user", "content": 3}]}, "role and content of messages must be texts"),
+    ):
+        (bad := tmp_path / "bad.jsonl").write_text(data.read_text() + json.dumps(line) + "\n")
+        number = len(bad.read_text().splitlines())
+        assert f"--data, prompt {number}: {reason}" in said(capsys, model, f"--data={bad}", f"--out={out}")
     assert f"{tmp_path} is not empty" in said(capsys, model, f"--data={data}", f"--out={tmp_path}")
+    for unwritable, reason in (
+        (data, "File exists"),
+        (data / "out", "Not a directory"),
+        (Path("/proc/out"), "No such"),
+    ):
+        refusal = said(capsys, model, f"--data={data}", f"--out={unwritable}")
+        assert f"cannot write {unwritable}: {reason}" in refusal
+        assert "candidates" not in refusal, "nothing has begun"
     assert not out.exists()

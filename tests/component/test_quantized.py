@@ -293,6 +293,10 @@ def replaced(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Calla
     return put(part, lambda tensors: change(tensors[f"{DOWN}.{part}"]))
 
 
+def both(first: Callable[[Tensors], object], second: Callable[[Tensors], object]) -> Callable[[Tensors], object]:
+    return lambda tensors: (first(tensors), second(tensors))
+
+
 @pytest.mark.parametrize(
     ("form", "damage", "words"),
     [
@@ -301,7 +305,31 @@ def replaced(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Calla
         ("gptq-8-order", drop("g_idx"), r"without .*down_proj\.g_idx, which is missing"),
         ("gptq-8-order", replaced("g_idx", lambda index: index + 9), r"down_proj: its index names groups 9 to 14"),
         ("w8a8", drop("weight_scale"), r"without .*weight_scale or .*weight_scale_inv, which is missing"),
-        ("w8a8", replaced("weight", torch.Tensor.float), None),
+        ("w8a8", both(drop("weight_scale"), replaced("weight", torch.Tensor.float)), None),
+        *(
+            (form, replaced("weight", torch.Tensor.bfloat16), rf"down_proj\.weight has dtype BF16, and .*\.{scales} is")
+            for form, scales in (
+                ("w8a8", "weight_scale"),
+                ("fp8", "weight_scale_inv"),
+                ("fp8-channels", "weight_scale"),
+            )
+        ),
+        ("gptq", replaced("g_idx", torch.zeros_like), r"down_proj: its index names 1 of its 6 groups"),
+        (
+            "gptq",
+            replaced("qzeros", lambda zeros: zeros + 0x11111111),
+            r'its zeros are 9, .* implies 8 \(sym\): .*; set checkpoint_format to "gptq_v2"',
+        ),
+        (
+            "w4a16-order",
+            replaced("weight_zero_point", lambda zeros: zeros.to(torch.int8)),
+            r"weight_zero_point has shape \[8, 6\], which is that of zeros packed in int32",
+        ),
+        (
+            "w4a16-order",
+            put("weight_zero_point", lambda tensors: torch.zeros(64, 6, dtype=torch.int32)),
+            r"weight_zero_point has shape \[64, 6\], which is that of zeros in int8",
+        ),
         ("w8a8", replaced("weight", lambda weight: weight.to(torch.int16)), r"down_proj\.weight has dtype I16, which"),
         ("w4a16-order", drop("weight_zero_point"), r"without .*weight_zero_point, which is missing"),
         (
@@ -406,7 +434,23 @@ def targeting(*targets: object) -> dict[str, Any]:
         ),
         ("w4a16", changed("w4a16", transform_config={"a": 1}), "transform_config is not supported"),
         ("w4a16", changed("w4a16", sparsity_config={"format": "sparse-24-bitmask"}), "format 'sparse-24-bitmask'"),
-        ("w4a16", changed("w4a16", config_groups=7), "the description of the quantisation is broken"),
+        ("w4a16", changed("w4a16", config_groups=7), "config_groups must be an object, got 7"),
+        ("w4a16", changed("w4a16", config_groups={"group_0": "x"}), "group_0 must be an object, got 'x'"),
+        ("w4a16", changed("w4a16", config_groups={"group_0": {}}), "targets must be a list of strings, got None"),
+        ("w4a16", grouped("w4a16", symmetric="false"), "symmetric must be true or false, got 'false'"),
+        ("w4a16", grouped("w4a16", strategy="block"), "block_structure must be two sizes above 0.*got None"),
+        (
+            "w4a16",
+            grouped("w4a16", strategy="block", block_structure="0x8"),
+            "block_structure must be two sizes above 0",
+        ),
+        ("fp8", changed("fp8", weight_block_size=[32]), r"weight_block_size must be two sizes above 0, .* got \[32\]"),
+        ("fp8", changed("fp8", weight_block_size=[32.5, 32]), "weight_block_size must be two sizes above 0"),
+        ("awq", changed("awq", zero_point="yes"), "zero_point must be true or false, got 'yes'"),
+        ("gptq", changed("gptq", bits=4.0), r"bits 4\.0 is not supported; supported: 4, 8"),
+        ("gptq", changed("gptq", desc_act="false"), "desc_act must be true or false, got 'false'"),
+        ("gptq", changed("gptq", dynamic=["-:x"]), r"dynamic must be an object, got \['-:x'\]"),
+        ("gptq", changed("gptq", checkpoint_format="gptq_v2"), 'its zeros are 7.*; set checkpoint_format to "gptq"'),
         ("w4a16", grouped("w4a16", num_bits=6), "num_bits 6 is not supported; supported: 4, 8"),
         ("w4a16", grouped("w4a16", type="float"), "type 'float' is not supported; supported: int"),
         ("w4a16", grouped("w4a16", strategy="tensor_group"), "strategy 'tensor_group' is not supported"),

@@ -156,12 +156,16 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
         self.switched: list[tuple[str, int]] = []
         self.traffic: dict[str, dict[str, float]] = {}
         self.routed: dict[str, dict[str, int]] = {}
+        self.serving: tuple[str, ...] = ()  # names of more decode workers
 
     async def ListWorkers(self, request: Any, context: Any) -> mesh_pb2.ListWorkersResponse:
         response = mesh_pb2.ListWorkersResponse(queued_requests=1, active_requests=2)
-        for role, name in ((mesh_pb2.WORKER_ROLE_PREFILL, "prefill-0"), (mesh_pb2.WORKER_ROLE_DECODE, "decode-0")):
+        workers = {"prefill-0": mesh_pb2.WORKER_ROLE_PREFILL}
+        workers |= dict.fromkeys(("decode-0", *self.serving), mesh_pb2.WORKER_ROLE_DECODE)
+        for name, role in workers.items():
             role = dict(self.switched).get(name, role)
-            status = response.workers.add(state=mesh_pb2.WORKER_STATE_READY, serving=name in dict(self.switched))
+            serving = name in dict(self.switched) or name in self.serving
+            status = response.workers.add(state=mesh_pb2.WORKER_STATE_READY, serving=serving)
             status.record.MergeFrom(
                 mesh_pb2.WorkerRecord(worker_id=name, role=role, address="127.0.0.1:7", pid=77, num_blocks=64)
             )

@@ -38,7 +38,7 @@ def chatglm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 def glm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """GLM-4 9B and GLM-Edge in the format of transformers."""
     rope = replace(plain.rope, dim=rotated_dim(raw, plain.head_dim, default=0.5))
-    return replace(plain, tensors=_GLM, rope=rope, qkv_bias=flag(raw, "attention_bias", default=False))
+    return replace(plain, tensors=_GLM, rope=rope, qkv_bias=flag(raw, "attention_bias", default=True))
 
 
 def glm4(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

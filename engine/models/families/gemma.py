@@ -39,8 +39,9 @@ def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         block="sandwich",
         windows=windows_but_every(2, plain, raw, sliding_window(raw, 4096)),
         attention_scale=number(raw, "query_pre_attn_scalar", default=256) ** -0.5,
-        attention_softcap=optional_number(raw, "attn_logit_softcapping"),
-        logit_softcap=optional_number(raw, "final_logit_softcapping"),
+        # null turns a cap off
+        attention_softcap=optional_number({"attn_logit_softcapping": 50.0, **raw}, "attn_logit_softcapping"),
+        logit_softcap=optional_number({"final_logit_softcapping": 30.0, **raw}, "final_logit_softcapping"),
     )
 
 
@@ -58,6 +59,7 @@ def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(
         gemma2(plain, raw),
         attention_softcap=None,  # config.json may have Gemma 2's, which transformers does not apply either
+        logit_softcap=optional_number(raw, "final_logit_softcapping"),
         qk_norm=True,
         counts_scaled_positions=True,
         rope=parse_rope(full, *sizes),

@@ -62,7 +62,7 @@ def gptj(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         norm="layer",
         norm_bias=True,
         block="parallel-shared",
-        rope=replace(plain.rope, dim=integer(raw, "rotary_dim", default=plain.head_dim)),
+        rope=replace(plain.rope, dim=integer({"rotary_dim": 64, **raw}, "rotary_dim", default=plain.head_dim)),
         gated=False,
         mlp_bias=True,
         lm_head_bias=True,

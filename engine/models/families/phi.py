@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, refuse
-from engine.models.model_config import ModelConfig, rotated_dim, sliding_window
+from checkpoint.config_json import RawConfig, refuse, rope_section
+from engine.models.model_config import ModelConfig, parse_rope, rotated_dim, sliding_window
 from engine.models.tensor_names import TensorNames
 
 _PHI = TensorNames(
@@ -12,6 +12,7 @@ _PHI = TensorNames(
     up=("mlp.fc1",),
     down="mlp.fc2",
 )
+_TRAINED = "original_max_position_embeddings"
 _PHI3 = TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",))
 
 
@@ -36,9 +37,11 @@ def phi(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 def phi3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Phi 3, 3.5 and 4, with one window for all layers, or none."""
+    is_said = any(stated.get(_TRAINED) is not None for stated in (raw, rope_section(raw)))
+    trained = raw if is_said else {**raw, _TRAINED: 4096}
     return replace(
         plain,
         tensors=_PHI3,
-        rope=replace(plain.rope, dim=rotated_dim(raw, plain.head_dim)),
+        rope=parse_rope(trained, plain.max_position_embeddings, rotated_dim(raw, plain.head_dim)),
         windows=(sliding_window(raw),) * plain.num_layers,
     )

@@ -85,6 +85,36 @@ async def test_a_stop_string_is_no_part_of_an_openai_answer(http: httpx2.AsyncCl
     assert (usage["completion_tokens"], usage["total_tokens"]) == (2, 8)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [["ax", "b"], ["abx", "bca"]])
+async def test_text_that_comes_with_a_later_token_of_the_stop_string(
+    http: httpx2.AsyncClient, stop: list[str], stream: bool
+) -> None:
+    """The text "a" is held back, and released by a token of which nothing is shown. That token is not counted."""
+    body = {"messages": [{"role": "user", "content": "q"}], "logit_bias": abc(), "stop": stop, "max_tokens": 9}
+    counts = []
+    for logprobs in (True, False):
+        wanted = body | {"logprobs": logprobs, "stream": stream}
+        if stream:
+            chunks = await events(http, "/v1/chat/completions", wanted | {"stream_options": {"include_usage": True}})
+            counts.append(chunks[-1]["usage"]["completion_tokens"])
+            choices = [chunk["choices"][0] for chunk in chunks[:-1]]
+            texts = [choice["delta"].get("content", "") for choice in choices]
+        else:
+            answer = (await http.post("/v1/chat/completions", json=wanted)).json()
+            counts.append(answer["usage"]["completion_tokens"])
+            choices = answer["choices"]
+            texts = [choices[0]["message"]["content"]]
+        text = "".join(texts)
+        if logprobs:
+            tokens = [
+                entry["token"] for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]
+            ]
+            assert "".join(tokens) == text
+        assert counts[-1] == len(text)
+    assert counts[0] == counts[1]
+
+
 async def test_held_back_text_is_released_with_its_log_probs(http: httpx2.AsyncClient) -> None:
     body = {"messages": [{"role": "user", "content": "q"}], "logit_bias": abc(), "stop": ["bcx"], "max_tokens": 6}
     chunks = await events(http, "/v1/chat/completions", body | {"logprobs": True, "stream": True})

@@ -10,6 +10,7 @@ from gateway.access import is_known_host
 from tests.defects import Repaired
 from tests.fakes.sdk_router import Script, running_router
 from tests.service.gateway.http import gateway_at, running_gateway
+from tests.service.gateway.raw_http import answer_to
 from tests.service.security.keys import KEYS, write_keys
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -48,6 +49,38 @@ async def test_a_rebound_name_is_refused(repaired: Repaired) -> None:
     async with running_gateway(allowed_hosts="evil.com") as gateway:
         assert (await gateway.http.post("/v1/chat/completions", json=CHAT, headers=rebound)).status_code == 200
     repaired("D11", f"403 from {len(PAGES) + 1} routes, pages among them; --allowed-hosts names others")
+
+
+async def test_a_whole_url_is_a_target() -> None:
+    """Proxies send it. Its host counts, not that of the header."""
+
+    async def answer(target: str, host: str) -> tuple[int, bytes]:
+        lines = (f"GET {target} HTTP/1.1", f"host: {host}", "connection: close", "", "")
+        return await answer_to(str(gateway.http.base_url).rstrip("/"), "\r\n".join(lines).encode())
+
+    async with running_gateway() as gateway:
+        address = gateway.http.base_url.netloc.decode()
+        plain = await answer("/v1/models", address)
+        assert plain[0] == 200
+        assert await answer(f"http://{address}/v1/models", address) == plain
+        assert await answer(f"HTTP://{address}/v1/models?limit=9", "evil.com") == plain
+        assert (await answer("http://evil.com/v1/models", address))[0] == 403
+        assert (await answer(f"http://{address}/v1%2Fmodels", address))[0] == 200
+        page = await answer("/", address)
+        assert page[0] == 200
+        assert await answer(f"http://{address}", address) == await answer(f"http://{address}/", address) == page
+
+
+async def test_every_answer_has_the_id_of_its_request() -> None:
+    """Redirects, pages, refusals of hosts and of routes among them."""
+    async with running_gateway(cors_allow_origin="https://chat.example") as gateway:
+        for path in ("/v1/files/", "/v1/models", "/nothing", "/", "/pages/chat.js", "/health", "/metrics"):
+            mine = await gateway.http.get(path, headers={"x-request-id": "mine"})
+            assert mine.headers.get_list("x-request-id") == ["mine"], path
+            other = await gateway.http.get(path, headers={"host": "evil.com"})
+            assert other.headers["x-request-id"] != "mine"
+        redirect = await gateway.http.get("/v1/files/", headers={"x-request-id": "mine"})
+        assert (redirect.status_code, redirect.headers["x-request-id"]) == (307, "mine")
 
 
 async def test_requests_that_get_nowhere_are_counted() -> None:

@@ -254,6 +254,15 @@ async def test_other_names_of_members_reach_the_router(gateway: RunningGateway) 
         assert error["message"] == "regex and guided_regex mean the same: set one of them"
 
 
+async def test_llama_cpps_number_for_no_limit(gateway: RunningGateway) -> None:
+    assert (await gateway.post(CHAT, BODIES[CHAT] | {"n_predict": -1})).status_code == 200
+    assert not gateway.script.requests[-1].sampling.HasField("max_new_tokens")
+    for path, limit in ((CHAT, -2), (COMPLETIONS, -1)):
+        error = await refusal(gateway.http, path, n_predict=limit)
+        assert error["param"] == "n_predict"
+        assert error["message"] == f"n_predict must be at least 1, or -1 in chats for no limit, got {limit}"
+
+
 async def test_the_effort_of_reasoning_is_the_templates(gateway: RunningGateway) -> None:
     off, low = {"enable_thinking": False}, {"enable_thinking": True, "reasoning_effort": "low"}
     for effort, expected in (("none", off), ("low", low)):

@@ -172,6 +172,20 @@ def test_workers_are_drained_and_taken_back(run: Run, threaded_router: FakeRoute
     assert threaded_router.mesh.drained == [("decode-0", True), ("prefill-0", True), ("decode-0", False)]
 
 
+def test_a_drain_says_which_role_nobody_serves_in(run: Run, threaded_router: FakeRouter) -> None:
+    threaded_router.mesh.serving = ("decode-1", "decode-2")
+    assert run("drain", "decode-0", "decode-1")[2] == ""
+    status, out, err = run("drain", "decode-0", "decode-1", "decode-2")
+    assert (status, len(out.splitlines())) == (0, 3)
+    assert err == (
+        "tandem: no other decode worker is in service: new requests wait for the router's no_worker_timeout_s, and "
+        "fail unless one is back by then\n"
+    )
+    assert run("drain", "prefill-0")[2] == (
+        "tandem: no other prefill worker is in service: decode workers compute prompts beside their answers\n"
+    )
+
+
 def test_traffic_is_set_and_shown(run: Run, threaded_router: FakeRouter) -> None:
     status, out, err = run("traffic")
     assert (status, out) == (0, "")

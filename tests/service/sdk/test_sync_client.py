@@ -1,8 +1,10 @@
 """The client for code without an event loop."""
 
 import asyncio
+import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 from collections import deque
@@ -276,3 +278,10 @@ def test_a_fork_before_any_call_is_like_any_process(threaded_router: FakeRouter)
     command = [sys.executable, "-W", "ignore", "-c", IN_A_FORK_BEFORE_ANY_CALL, threaded_router.address]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout.splitlines() == ["fake"] * 2
+
+
+def test_clients_are_copied_and_not_pickled(client: tandem.Client, threaded_router: FakeRouter) -> None:
+    for kind in (client, tandem.AsyncClient(threaded_router.address)):
+        with pytest.raises(TypeError, match=r"a client cannot be pickled.*: make one in each process"):
+            pickle.dumps(kind)
+    assert copy.copy(client).generate(prompt="", max_new_tokens=3).text == "One"

@@ -49,6 +49,9 @@ def test_a_decoder_inside_a_multimodal_config(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8}}, 64),
         ({"rope_scaling": None}, 64),
+        ({"max_position_embeddings": 10**30}, 2**31 - 1),
+        ({"max_position_embeddings": 10**30, "model_type": "gemma3_text"}, 2**31 - 1),
+        ({"rope_scaling": {"type": "linear", "factor": 1e30}}, 2**31 - 1),
         ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "model_type": "gemma3_text"}, 64),
     ],
 )

@@ -1,6 +1,7 @@
 """Headers of safetensors files: what is read, and which damage is refused with which words."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,13 @@ def test_a_header_longer_than_its_file_is_refused(tmp_path: Path, length: int) -
     path = tmp_path / "model.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{}")
     with pytest.raises(ConfigurationError, match=f"{path} is truncated or not a safetensors file"):
+        read_header(path)
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    os.mkfifo(path)
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors is no file"):
         read_header(path)
 
 

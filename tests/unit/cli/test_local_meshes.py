@@ -103,7 +103,13 @@ def test_a_choice_that_is_not_clear_stops_nothing(
     for process in processes:
         register(process.pid, tmp_path)
     assert main(["stop"]) == 2
-    assert "several meshes run here: name one by its process id" in capsys.readouterr().err
+    for command in ("stop", "logs --mesh"):
+        status, said = main(command.split()[:1]), capsys.readouterr().err
+        assert status == 2
+        assert (
+            f"several meshes run here; name one by its process id, as in `tandem {command} {processes[0].pid}`" in said
+        )
+        assert f"{processes[1].pid} (small at 127.0.0.1:50051)" in said
     assert main(["stop", "big"]) == 2
     assert "no mesh is called 'big'" in capsys.readouterr().err
     assert [process.poll() for process in processes] == [None, None]

@@ -54,6 +54,16 @@ def test_credentials_in_messages_are_struck_out(install_log: InstallLog) -> None
     assert "tandem-kv-0123456789abcdef" in shown
 
 
+@pytest.mark.parametrize("json_lines", [True, False])
+def test_fields_that_say_nothing_are_left_out(json_lines: bool, install_log: InstallLog) -> None:
+    read = install_log(json=json_lines)
+    structlog.get_logger().info("finished", adapter="", error=None, cached_tokens=0, is_last=False, ids=[])
+    (line,) = read().splitlines()
+    assert "adapter" not in line
+    assert "error" not in line
+    assert all(name in line for name in ("cached_tokens", "is_last", "ids"))
+
+
 def test_lines_of_libraries_are_like_ones_own(install_log: InstallLog) -> None:
     read = install_log()
     logging.getLogger("grpc").warning("bad \x1b[2J %s", "news")

@@ -140,6 +140,15 @@ def test_a_broken_template_is_the_operators_error() -> None:
         ChatTemplate("{% for %}", {})
 
 
+def test_broken_files_of_templates_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"{tmp_path}: the chat template is broken"):
+        ChatTemplate.load(write_config(tmp_path, chat_template="{% for %}"))
+    with pytest.raises(
+        ConfigurationError, match=r"tokenizer_config\.json: chat_template must be a text or a list, got 3"
+    ):
+        ChatTemplate.load(write_config(tmp_path, chat_template=3))
+
+
 def write_config(folder: Path, **content: object) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     return folder

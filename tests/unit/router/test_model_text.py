@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from tokenizers import AddedToken, normalizers
 
 from checkpoint.grammar import GrammarCompiler
@@ -54,6 +55,18 @@ def test_the_tokenizers_end_token_ends_answers_too(tmp_path: Path) -> None:
     assert model.facts.eos_token_ids == {7, configured["eos_token_id"]} <= model.tokenizer.special_ids
     tokenizer_config.write_text(json.dumps(json.loads(tokenizer_config.read_text()) | {"eos_token": "none such"}))
     assert ServedModel.load("tiny", folder).facts.eos_token_ids == {7}
+
+
+def test_a_model_without_an_end_in_its_vocabulary_is_reported(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    config, tokenizer_config = folder / "config.json", folder / "tokenizer_config.json"
+    configured = json.loads(config.read_text())
+    tokenizer_config.write_text(json.dumps(json.loads(tokenizer_config.read_text()) | {"eos_token": None}))
+    for ids, is_reported in ((99_999, True), ([99_999, 7], False), (None, False)):
+        config.write_text(json.dumps(configured | {"eos_token_id": ids}))
+        with capture_logs() as logs:
+            ServedModel.load("tiny", folder)
+        assert [line["event"][:43] for line in logs] == is_reported * ["no end token is in the vocabulary, so answe"]
 
 
 def test_words_are_ruled_out_with_and_without_a_space(encoder: PromptEncoder) -> None:

@@ -203,8 +203,8 @@ def _require_targets(config: Mapping[str, Any], modules: Collection[str]) -> Non
     others = [module for module in modules if not any(f".{module}".endswith(f".{name}") for name in names)]
     if 0 < len(others) < len(modules):
         raise ConfigurationError(
-            f"module {others[0]} is not among the target_modules of {CONFIG_FILE}: one of the two files is from another "
-            "adapter"
+            f"module {others[0]} is not among the target_modules of {CONFIG_FILE}: "
+            "one of the two files is from another adapter"
         )
 
 

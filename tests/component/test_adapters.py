@@ -251,11 +251,11 @@ def test_numbers_that_cannot_be_used_are_named(checkpoint: Checkpoint, tmp_path:
     model_dir = checkpoint("llama")
     folder = write_adapter(model_dir, tmp_path / "mine", lora_alpha=1e308)
     specs = parameter_specs(load_decoder_config(model_dir))
-    with pytest.raises(ConfigurationError, match="adapter mine: lora_alpha makes numbers of .* infinite"):
+    with pytest.raises(ConfigurationError, match=r"adapter mine: lora_alpha makes numbers of .* infinite"):
         load_adapter(read_adapters(folder)[0], specs)
     path = folder / "adapter_model.safetensors"
     save_file({name: tensor.to(torch.int8) for name, tensor in load_file(path).items()}, path)
-    with pytest.raises(ConfigurationError, match="adapter mine: .* has dtype I8, not one of F32, F16, BF16"):
+    with pytest.raises(ConfigurationError, match=r"adapter mine: .* has dtype I8, not one of F32, F16, BF16"):
         adapter_shapes(read_adapters(folder), specs)
 
 

@@ -1,6 +1,8 @@
 """The vectorised sampler against a plain one, its random numbers, and its independence of the batch."""
 
+import math
 import tracemalloc
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.device_copies import Arrays, NoCopies
-from engine.sampling.host_rows import HostRows
+from engine.models.loop_threads import LoopThreads
+from engine.models.rank_group import Alone
+from engine.sampling.host_rows import HostRows, RowThreads
 from engine.sampling.penalties import Penalties
-from engine.sampling.row_math import inverse_cdf
+from engine.sampling.row_math import RandomRows, inverse_cdf
 from engine.sampling.sampler import Sampler, uniform
 from engine.sampling.truncation import Truncation
 from engine.sequence import SequenceState
@@ -216,6 +220,61 @@ def test_the_last_draw_never_leaves_the_distribution() -> None:
     almost_one = torch.full((2,), 1.0 - 2.0**-53, dtype=torch.float64)
     assert inverse_cdf(weights, almost_one).tolist() == [300, 599]
     assert inverse_cdf(weights, torch.zeros(2, dtype=torch.float64)).tolist() == [3, 599]
+
+
+def drawn(logits: Tensor, uniforms: Sequence[float], threads: RowThreads | None = None, **limits: Any) -> list[int]:
+    """One token per row by the compiled loops, at these random numbers."""
+    params = [sequence("s", **{"temperature": 1.0} | limits).request.sampling] * len(logits)
+    wanted = RandomRows(range(len(logits)), params, np.array(uniforms))
+    tokens: list[int] = HostRows(threads).drawing(wanted, logits.shape[1]).tokens(logits, {}).tolist()
+    return tokens
+
+
+ALMOST_ONE = 1.0 - 2.0**-53
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.5}, {"typical_p": 0.9}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("vocab_size", [1, 17, 300])
+def test_only_tokens_that_are_allowed_are_drawn(vocab_size: int, temperature: float, limits: dict[str, Any]) -> None:
+    allowed = vocab_size - 1
+    logits = torch.full((3, vocab_size), -math.inf)
+    logits[:, allowed] = torch.tensor([-900.0, 0.0, 900.0])
+    for uniforms in ([0.0] * 3, [ALMOST_ONE] * 3):
+        assert drawn(logits, uniforms, temperature=temperature, **limits) == [allowed] * 3
+
+
+def test_rows_that_are_not_finite_give_some_token() -> None:
+    """Their log-probs tell, so that the request fails."""
+    logits = torch.zeros(4, 50)
+    logits[0], logits[1], logits[2, 7], logits[3, 7] = math.nan, -math.inf, math.inf, math.nan
+    for limits in ({}, {"top_k": 5, "top_p": 0.5, "min_p": 0.1}, {"typical_p": 0.5}):
+        assert all(0 <= token < 50 for token in drawn(logits, [0.5] * 4, **limits))
+
+
+def test_tokens_that_are_tied_with_the_last_one_are_kept() -> None:
+    logits = torch.zeros(1, 40)
+    logits[0, :30] = 1.0
+    for limits in ({"top_k": 3}, {"top_p": 0.01}):
+        assert drawn(logits, [0.0], **limits) == [0]
+        assert drawn(logits, [ALMOST_ONE], **limits) == [29]
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 400}, {"top_p": 1 - 1e-12}, {"top_k": 450, "top_p": 0.9999}], ids=str)
+def test_limits_in_the_far_tail(limits: dict[str, Any]) -> None:
+    """Values go 500 below the highest one, further than is looked at first."""
+    logits = torch.linspace(-500.0, 0.0, 501).repeat(2, 1)
+    logits[1] *= 1e-3  # nearly even
+    kept = [int((distribution(row, sequence("s", temperature=1.0, **limits)) > 0).sum()) for row in logits]
+    assert drawn(logits, [0.0, 0.0], **limits) == [501 - count for count in kept]
+    assert drawn(logits, [ALMOST_ONE, ALMOST_ONE], **limits) == [500, 500]
+
+
+def test_threads_share_out_the_rows() -> None:
+    logits, uniforms = logits_for(7, vocab_size=1003), np.linspace(0.0, 0.999, 7).tolist()
+    limits = {"top_k": 50, "top_p": 0.9}
+    for count in (2, 3):
+        assert drawn(logits, uniforms, LoopThreads(count, Alone()), **limits) == drawn(logits, uniforms, **limits)
 
 
 def test_top_p_looks_beyond_the_first_candidates() -> None:

@@ -1,4 +1,4 @@
-"""HostRows: sampling on CPU by compiled loops, in the threads of the model."""
+"""HostRows: sampling on CPU by compiled loops, in the threads of the model (engine/kernels/cpu/draws.py)."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -106,5 +106,5 @@ def _with_whole_rows(values: Tensor) -> Tensor:
     return values if values.stride(1) == 1 else values.contiguous()
 
 
-def rows_for(device: torch.device, threads: RowThreads | None = None) -> RowMath:
-    return HostRows(threads) if device.type == "cpu" and why_no_loops() is None else DeviceRows()
+def rows_for(device: torch.device) -> RowMath:
+    return HostRows() if device.type == "cpu" and why_no_loops() is None else DeviceRows()

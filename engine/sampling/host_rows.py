@@ -50,7 +50,7 @@ class OneThread:
 
 
 class HostRows:
-    """RowMath of tensors on CPU. What it compiles is compiled here, as no request shall wait for it."""
+    """RowMath of tensors on CPU. Its loops are compiled here, as no request shall wait for that."""
 
     def __init__(self, threads: RowThreads | None = None) -> None:
         self._threads = threads or OneThread()

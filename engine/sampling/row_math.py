@@ -32,7 +32,7 @@ class Drawing(Protocol):
 
     @property
     def arrays(self) -> Arrays:
-        """What `tokens` needs on the device of the logits; "drawing" are the rows."""
+        """The arrays that `tokens` needs on the device of the logits; "drawing" are the rows."""
         ...
 
     def tokens(self, logits: Tensor, tensors: Tensors) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the caller has to know of a step before its threads begin. Each function goes over the sequences once: in numpy
+"""Facts of a step that the caller needs before its threads begin. Each function goes over the sequences once: in numpy
 each operation would take as long as tens of them.
 """
 
@@ -14,7 +14,7 @@ from engine.kernels.cpu.machine import SPLIT
 
 
 class RowCosts(NamedTuple):
-    """What attention of a row costs: of each token that it sees, in each kind of layers. All else of a row costs 1."""
+    """The cost of a row's attention: of each token that it sees, in each kind of layers. All else of a row costs 1."""
 
     windows: Int64s  # [kinds]: most tokens that a row sees
     of_token: NDArray[np.float64]  # [kinds]

@@ -33,7 +33,7 @@ from engine.kernels.cpu.compiler import (
 )
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
 from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load
-from engine.kernels.cpu.vectors import address, index_of_largest, read_float
+from engine.kernels.cpu.vectors import INFINITY_BITS, address, index_of_largest, is_nan, read_float
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, TYPICAL_P, UNIFORM, NUM_LIMITS = range(7)
 """Columns of `Draws.limits`: off are top_k 0, top_p 1, min_p 0, typical_p 1; UNIFORM is the random number in [0, 1)."""
@@ -45,7 +45,6 @@ _NUM_PARTS = 256
 _REACHES = (np.float32(8.0), np.float32(64.0), np.float32(3.4e38))
 """How far below the highest value the first search goes, and the later ones if that is not far enough."""
 _SUM_OF = 256
-_INFINITY = 0x7F800000  # its bits
 
 
 class Draws(NamedTuple):
@@ -231,10 +230,8 @@ def _divide(
             offset = builder.mul(loop.index, INT64(VECTOR_BYTES))
             value = builder.fdiv(emit.load(emit.at(at, offset), FLOATS), divisor)
             bits = builder.bitcast(value, INTS)
-            magnitude = builder.and_(bits, constant(INTS, 0x7FFFFFFF))
-            is_nan = builder.icmp_unsigned(">", magnitude, constant(INTS, _INFINITY))
-            is_least = builder.icmp_unsigned("==", bits, constant(INTS, _INFINITY - 2**31))
-            emit.store(builder.select(builder.or_(is_nan, is_least), hidden, value), emit.at(out, offset))
+            is_least = builder.icmp_unsigned("==", bits, constant(INTS, INFINITY_BITS - 2**31))
+            emit.store(builder.select(builder.or_(is_nan(emit, value), is_least), hidden, value), emit.at(out, offset))
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP, types.float32, _INTP), generate

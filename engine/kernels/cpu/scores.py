@@ -28,12 +28,11 @@ from engine.kernels.cpu.compiler import (
     jit,
 )
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
-from engine.kernels.cpu.vectors import read_float
+from engine.kernels.cpu.vectors import is_nan, read_float
 
 _INTP = types.intp
 _MAXIMA = 4
 _ONE, _NONE = np.float32(1.0), np.float32(0.0)
-_INFINITY = 0x7F800000  # its bits
 _TWICE_LOG2_E = 2.0 * LOG2_E
 _MAX_POWER = np.float32(126.0)  # of two, in fp32
 
@@ -139,10 +138,8 @@ def cap_row(
             exponent = emit.call("llvm.minnum.v16f32", FLOATS, builder.fmul(score, scale), constant(FLOATS, 126.0))
             share = emit.reciprocal(builder.fadd(emit.power_of_two(exponent), constant(FLOATS, 1.0)))
             tanh = builder.fsub(constant(FLOATS, 1.0), builder.fmul(share, constant(FLOATS, 2.0)))
-            # The power would make a number of it. Comparisons of floats are compiled as if there were no NaN.
-            magnitude = builder.and_(builder.bitcast(score, INTS), constant(INTS, 0x7FFFFFFF))
-            is_nan = builder.icmp_unsigned(">", magnitude, constant(INTS, _INFINITY))
-            emit.store(builder.select(is_nan, score, builder.fmul(tanh, cap)), target)
+            # The power would make a number of NaN.
+            emit.store(builder.select(is_nan(emit, score), score, builder.fmul(tanh, cap)), target)
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP, types.float32, types.float32), generate

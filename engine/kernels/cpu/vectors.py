@@ -44,6 +44,7 @@ from engine.kernels.cpu.machine import (
 )
 
 _INTP = types.intp
+INFINITY_BITS = 0x7F800000
 
 
 @emitted
@@ -291,6 +292,12 @@ def prefetch(typing: TypingContext, at: NumbaType, num_bytes: NumbaType) -> Intr
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP), generate
+
+
+def is_nan(emit: Emitter, values: Value) -> Value:
+    """Which numbers of an fp32 vector are NaN, by their bits: comparisons of floats are compiled as if none were."""
+    magnitudes = emit.builder.and_(emit.builder.bitcast(values, INTS), constant(INTS, 0x7FFFFFFF))
+    return emit.builder.icmp_unsigned(">", magnitudes, constant(INTS, INFINITY_BITS))
 
 
 @emitted

@@ -373,7 +373,7 @@ class Choice:
             if self._with_bytes and own_bytes is None:
                 own_bytes = last.text.encode()
             self._pending[-1] = last._replace(text=last.text + text, own_bytes=own_bytes)
-        self.finish_reason = reason
+        self.finish_reason = FinishReason.STOP_SEQUENCE if self._text.stopped else reason  # U+FFFD may stop it
 
     def _top(self, top: tuple[TokenLogprob, ...]) -> tuple[TopToken, ...]:
         if not top:

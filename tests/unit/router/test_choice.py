@@ -250,6 +250,18 @@ def test_the_end_of_sequence_token_may_be_told_from_what_the_client_named(
     assert (events.finish_reason, events.usage and events.usage.completion_tokens) == (reason, 2)
 
 
+@pytest.mark.parametrize("reason", [None, FinishReason.LENGTH, FinishReason.EOS_TOKEN])
+def test_a_stop_string_that_ends_with_half_a_character_is_the_reason_for_the_end(reason: FinishReason | None) -> None:
+    ids = tokenizer().encode("zé", add_special_tokens=False)[:2]
+    if reason is FinishReason.EOS_TOKEN:
+        ids.append(EOS_ID)
+    choice = make_choice(stop=("z\ufffd",), max_new_tokens=len(ids))
+    choice.accept(output(0, ids, reason))
+    events = choice.take()
+    assert events is not None
+    assert ("".join(event.text for event in events.tokens), events.finish_reason) == ("", FinishReason.STOP_SEQUENCE)
+
+
 def test_after_the_end_nothing_counts() -> None:
     choice = make_choice(max_new_tokens=2)
     choice.accept(output(0, [100, 101]))

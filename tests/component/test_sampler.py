@@ -260,6 +260,19 @@ def test_tokens_that_are_tied_with_the_last_one_are_kept() -> None:
         assert drawn(logits, [ALMOST_ONE], **limits) == [29]
 
 
+@pytest.mark.parametrize("vocab_size", [999, 1000, 1007, 1008])
+def test_tokens_stay_tied_at_any_temperature_wherever_they_are(vocab_size: int) -> None:
+    """The end of a row, behind the last whole vector, is divided by the temperature apart."""
+    logits = torch.zeros(1, vocab_size)
+    first, last = 3, vocab_size - 1
+    for number in range(40):
+        logits[0, first] = logits[0, last] = 20.0 + 0.7 * number
+        for limits in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}, {"typical_p": 0.01}):
+            temperature = 0.1 + 0.0437 * number
+            assert drawn(logits, [0.25], temperature=temperature, **limits) == [first]
+            assert drawn(logits, [0.75], temperature=temperature, **limits) == [last]
+
+
 @pytest.mark.parametrize("limits", [{"top_k": 400}, {"top_p": 1 - 1e-12}, {"top_k": 450, "top_p": 0.9999}], ids=str)
 def test_limits_in_the_far_tail(limits: dict[str, Any]) -> None:
     """Values go 500 below the highest one, further than is looked at first."""

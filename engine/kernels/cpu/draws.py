@@ -220,7 +220,11 @@ _INTP = types.intp
 def _divide(
     typing: TypingContext, values: NumbaType, num_vectors: NumbaType, divisor: NumbaType, out: NumbaType
 ) -> Intrinsic:
-    """out = values / divisor; _HIDDEN for minus infinity and NaN."""
+    """out = values / divisor; _HIDDEN for minus infinity and NaN.
+
+    The quotients are exact. Otherwise LLVM would multiply by a reciprocal, but not in short loops: the end of a row,
+    which is divided apart, would have other quotients, and tied tokens would not be tied any more.
+    """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
@@ -228,7 +232,7 @@ def _divide(
         hidden = constant(FLOATS, _HIDDEN)
         with emit.loop(args[1], []) as loop:
             offset = builder.mul(loop.index, INT64(VECTOR_BYTES))
-            value = builder.fdiv(emit.load(emit.at(at, offset), FLOATS), divisor)
+            value = builder.fdiv(emit.load(emit.at(at, offset), FLOATS), divisor, flags=("nsz",))
             bits = builder.bitcast(value, INTS)
             is_least = builder.icmp_unsigned("==", bits, constant(INTS, INFINITY_BITS - 2**31))
             emit.store(builder.select(builder.or_(is_nan(emit, value), is_least), hidden, value), emit.at(out, offset))

@@ -312,9 +312,11 @@ class Tokenizer:
         return text
 
     def bytes_of(self, token_id: int, text: str) -> bytes:
-        """Return the bytes of a token whose text is `text`; they may begin or end within a character."""
+        """Return the bytes of a token that adds `text`; they may begin or end within a character."""
         if self._bytes_of is not None:
             return self._bytes_of(token_id)
+        if text.startswith(_PARTIAL):  # of tokens before, whose bytes this one shows to be no character
+            text = self.text_of(token_id)
         return self._bytes_by_id.get(token_id) or text.encode()
 
     def _text_within(self, token_id: int) -> str:

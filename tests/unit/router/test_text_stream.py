@@ -126,6 +126,18 @@ def test_the_bytes_of_a_token_may_be_those_of_half_a_character() -> None:
     assert byte_fallback().bytes_of(261, " hello") == b" hello"
 
 
+@given(st.lists(st.integers(1, 262), max_size=40))
+@settings(max_examples=200)
+def test_the_bytes_of_a_token_are_its_own_behind_bytes_that_are_no_character(ids: list[int]) -> None:
+    """The text that such bytes show as comes with the token behind them."""
+    tokenizer = byte_fallback()
+    stream = TextStream(tokenizer, TextRules(), before=[261])
+    for token_id in ids:
+        stream.push(token_id)
+        own = bytes([token_id - 1]) if token_id <= 256 else tokenizer.text_of(token_id).encode()
+        assert tokenizer.bytes_of(token_id, stream.added) == own
+
+
 def test_pieces_never_end_inside_a_character() -> None:
     tokenizer = byte_level()
     pieces = [piece.text for piece in tokenizer.pieces(byte_ids("x😀y", tokenizer))]

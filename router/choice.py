@@ -361,7 +361,7 @@ class Choice:
         event = TokenEvent(token.id, text, token.logprob, self._top(token.top), special)
         if self._with_bytes and not hide_text:
             added = self._text.added
-            own_bytes = added.encode() if special else self._tokenizer.bytes_of(token.id, added)
+            own_bytes = added.lstrip("\ufffd").encode() if special else self._tokenizer.bytes_of(token.id, added)
             event = event._replace(own_bytes=unless_same(own_bytes, text))
         self._pending.append(event)
 

@@ -207,6 +207,16 @@ def test_own_bytes_of_tokens_of_whole_characters_keep_their_space() -> None:
     assert [(event.text, event.own_bytes) for event in events_of(choice)] == [("", b"blue"), ("blue sky", b" sky")]
 
 
+def test_own_bytes_of_special_tokens_do_not_have_those_of_half_a_character_before() -> None:
+    native = NativeTokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    native.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    native.add_special_tokens(["</s>"])
+    params = GenerateParams(TokenPrompt((1,)), own_bytes=True, skip_special_tokens=False, include_eos=True)
+    choice = Choice(0, ValidRequest("r", (1,), SamplingParams(seed=7), params), Tokenizer(native, frozenset({256})))
+    choice.accept(output(0, [0xC3, 256], FinishReason.EOS_TOKEN))
+    assert [(event.text, event.own_bytes) for event in events_of(choice)] == [("", b"\xc3"), ("\ufffd</s>", b"</s>")]
+
+
 def test_a_stop_token_has_no_text() -> None:
     choice = make_choice()
     (a_id, b_id) = tokenizer().encode("zq", add_special_tokens=False)

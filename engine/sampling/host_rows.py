@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device_copies import Arrays, Tensors
@@ -65,6 +66,15 @@ class HostRows:
     def argmax(self, values: Tensor) -> Tensor:
         return torch.from_numpy(values.numpy().argmax(1))
 
+    def top(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        found, columns = values.topk(min(count + 1, values.shape[1]), dim=1)
+        has_ties = (found[:, 1:] == found[:, :-1]).any(1)
+        found, columns = found[:, :count], columns[:, :count]
+        for row in has_ties.nonzero()[:, 0].tolist():
+            in_order = _top_in_order(values[row].numpy(), found[row, -1].item(), count)
+            found[row], columns[row] = values[row, in_order], in_order
+        return found, columns
+
     def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing:
         return _HostDrawing(wanted, vocab_size, self)
 
@@ -100,6 +110,12 @@ def host_summary(summaries: Summaries) -> Summary:
     """Shares the memory of `largest` and `normalisers`."""
     largest, normaliser, highest = map(torch.from_numpy, summaries)
     return Summary(largest, normaliser, highest - normaliser)
+
+
+def _top_in_order(row: NDArray[np.float32], last: float, count: int) -> Tensor:
+    """Columns of the largest values, of which `last` is the least, in the order of RowMath.top. There may be NaN."""
+    columns = np.flatnonzero(~(row < last))
+    return torch.from_numpy(columns[np.argsort(-row[columns], kind="stable")[:count]])
 
 
 def _with_whole_rows(values: Tensor) -> Tensor:

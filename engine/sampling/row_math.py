@@ -49,6 +49,12 @@ class RowMath(Protocol):
         """Column of each row's largest value: [rows] int64."""
         ...
 
+    def top(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest values of each row and their columns, both [rows, count], largest first. Of equal values the one
+        in the first column comes first, so the result does not depend on `count` or on other rows.
+        """
+        ...
+
     def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing: ...
 
 
@@ -61,6 +67,18 @@ class DeviceRows:
 
     def argmax(self, values: Tensor) -> Tensor:
         return values.argmax(1)
+
+    def top(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        found, columns = values.topk(count, dim=1)  # ties in any order, and any of those with the last one
+        last, places = found[:, -1:], torch.arange(count, device=values.device)
+        # The first columns tied with the last one. fp32 tells columns below 2^24 apart.
+        negative = -torch.arange(values.shape[1], dtype=torch.float32, device=values.device)
+        tied = torch.where(values == last, negative, float("-inf")).topk(count, dim=1).indices
+        num_above = (found > last).sum(1, keepdim=True)
+        tied = tied.gather(1, (places - num_above).clamp_(min=0))
+        columns = torch.where(places < num_above, columns, tied).sort(1).values
+        found, order = values.gather(1, columns).sort(stable=True, dim=1, descending=True)
+        return found, columns.gather(1, order)
 
     def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing:
         return _DeviceDrawing(wanted, vocab_size)

@@ -90,7 +90,7 @@ class Sampler:
         largest = summary.largest if adjusted is logits else None
         tokens = self._choose(adjusted, largest, drawing, tensors)
         logprobs = summary.logprob if tokens is summary.largest else _logprobs(logits, tokens, summary)
-        return Drawn((tokens, logprobs, *_top_scores(logits, num_top, summary, tensors)), num_top)
+        return Drawn((tokens, logprobs, *self._top_scores(logits, num_top, summary, tensors)), num_top)
 
     def _drawing(self, sequences: Sequence[SequenceState], vocab_size: int) -> Drawing | None:
         """The draw of random tokens; None if all rows are greedy."""
@@ -115,7 +115,16 @@ class Sampler:
         logits, summary = given.values, given.summary or self._rows.summarise(given.values)
         tensors = self._copies.to_device({"tokens": np.array(token_ids, np.int64), **_top_arrays(num_top)})
         logprobs = _logprobs(logits, tensors["tokens"], summary)
-        return _read_scores(self._copies.to_host([logprobs, *_top_scores(logits, num_top, summary, tensors)]), num_top)
+        scores = [logprobs, *self._top_scores(logits, num_top, summary, tensors)]
+        return _read_scores(self._copies.to_host(scores), num_top)
+
+    def _top_scores(self, logits: Tensor, num_top: list[int], summary: Summary, tensors: Tensors) -> tuple[Tensor, ...]:
+        """Log-probs and ids of the most likely tokens of rows that ask for them."""
+        if "top_rows" not in tensors:
+            return ()
+        rows = tensors["top_rows"]
+        values, ids = self._rows.top(take_rows(logits, rows), min(max(num_top), logits.shape[1]))
+        return values - summary.normaliser[rows, None], ids
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop the token counts of `sequence`."""
@@ -129,16 +138,6 @@ def _top_arrays(num_top: list[int]) -> dict[str, NDArray[Any]]:
 
 def _logprobs(logits: Tensor, tokens: Tensor, summary: Summary) -> Tensor:
     return logits.gather(1, tokens[:, None])[:, 0] - summary.normaliser
-
-
-def _top_scores(logits: Tensor, num_top: list[int], summary: Summary, tensors: Tensors) -> tuple[Tensor, ...]:
-    """Log-probs and ids of the most likely tokens of rows that ask for them."""
-    if "top_rows" not in tensors:
-        return ()
-    rows = tensors["top_rows"]
-    values, ids = take_rows(logits, rows).topk(min(max(num_top), logits.shape[1]), dim=1)
-    values -= summary.normaliser[rows, None]
-    return values, ids
 
 
 def _read_scores(scores: Sequence[Tensor], num_top: list[int]) -> ScoredTokens:

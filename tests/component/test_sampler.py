@@ -2,7 +2,7 @@
 
 import math
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from engine.models.loop_threads import LoopThreads
 from engine.models.rank_group import Alone
 from engine.sampling.host_rows import HostRows, RowThreads
 from engine.sampling.penalties import Penalties
-from engine.sampling.row_math import RandomRows, inverse_cdf
+from engine.sampling.row_math import DeviceRows, RandomRows, RowMath, inverse_cdf
 from engine.sampling.sampler import Sampler, uniform
 from engine.sampling.truncation import Truncation
 from engine.sequence import SequenceState
@@ -118,6 +118,27 @@ def test_top_logprobs_only_for_those_who_ask() -> None:
     for row, token, wanted in zip(logits.log_softmax(1), sample(Sampler(), logits, sequences), asked, strict=True):
         assert [top.id for top in token.top] == row.topk(wanted).indices.tolist()
         assert [top.logprob for top in token.top] == pytest.approx(row.topk(wanted).values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("make_rows", [HostRows, DeviceRows])
+def test_tied_alternatives_are_in_the_order_of_their_ids_whatever_others_ask_for(
+    make_rows: Callable[[], RowMath],
+) -> None:
+    """Logits that a model rounds to bf16 have many ties. The greedy token is the first alternative."""
+    rows = make_rows()
+    logits = logits_for(4).round()
+    logits[2], logits[3] = 1.0, -math.inf
+    logits[3, 40], logits[3, 30] = 2.0, 2.0
+    counts = [1, 3, 20, 5]
+    sequences = [sequence(str(count)) for count in counts]
+    for made, count in zip(sequences, counts, strict=True):
+        object.__setattr__(made.request, "top_logprobs", count)
+    together = sample(Sampler(rows=rows), logits, sequences)
+    for row, token in enumerate(together):
+        [alone] = sample(Sampler(rows=rows), logits[row : row + 1], sequences[row : row + 1])
+        best = np.lexsort((np.arange(VOCAB_SIZE), -logits[row].numpy())).tolist()
+        assert [top.id for top in token.top] == [top.id for top in alone.top] == best[: counts[row]]
+        assert token.top[0] == (token.id, token.logprob)
 
 
 def test_penalties_follow_the_tokens_step_by_step() -> None:

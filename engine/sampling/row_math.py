@@ -49,6 +49,16 @@ class RowMath(Protocol):
         """Column of each row's largest value: [rows] int64."""
         ...
 
+    def top(self, values: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest values of some rows, in falling order, and their columns: [rows, count], fp32 and int64. There
+        must be as many columns.
+        """
+        ...
+
+    def copied(self, values: Tensor, masks: Tensors) -> Tensor:
+        """A copy, in which tokens that masks (TokenMasks.take) do not allow are minus infinity."""
+        ...
+
     def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing: ...
 
 
@@ -61,6 +71,19 @@ class DeviceRows:
 
     def argmax(self, values: Tensor) -> Tensor:
         return values.argmax(1)
+
+    def top(self, values: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        largest, columns = take_rows(values, rows).topk(count, dim=1)
+        return largest, columns
+
+    def copied(self, values: Tensor, masks: Tensors) -> Tensor:
+        values = values.clone()
+        if masks:
+            rows, bits = masks["masked"], masks["mask_bits"]
+            places = torch.arange(8, dtype=torch.uint8, device=values.device)
+            is_allowed = (bits[:, :, None] >> places & 1).view(len(bits), -1)[:, : values.shape[1]]
+            values[rows] = values[rows].masked_fill_(is_allowed == 0, float("-inf"))
+        return values
 
     def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing:
         return _DeviceDrawing(wanted, vocab_size)

@@ -64,6 +64,14 @@ def test_nothing_is_read_back_while_tokens_are_drawn(case: int | None) -> None:
     assert (copies.num_sent, copies.read) == (1, [])
 
 
+def test_nothing_is_read_back_while_masks_are_applied() -> None:
+    bits = np.zeros((2, VOCAB_SIZE // 8), np.uint8)
+    masks = FakeCopies().to_device({"masked": np.array([2, 0]), "mask_bits": bits})
+    logits = torch.empty((3, VOCAB_SIZE), device=DEVICE)
+    with no_waiting():
+        assert DeviceRows().copied(logits, masks).shape == logits.shape
+
+
 class ReadsOnTheWay(DeviceRows):
     def summarise(self, values: Tensor) -> Summary:
         summary = super().summarise(values)

@@ -95,9 +95,10 @@ class Sampler:
         The structure has priority over all other parameters: where bias, minimum length and the like exclude every
         allowed token, the row is the model's own, masked.
         """
-        masks = {} if self._masks is None else self._copies.to_device(self._masks.take())
-        if not changes and not masks:
+        made = self._masks.take() if self._masks is not None else {}
+        if not changes and not made:
             return logits
+        masks = self._copies.to_device(made) if made else {}
         adjusted = self._rows.copied(logits, masks)
         apply_penalties(adjusted, changes)
         if changes and masks:

@@ -125,22 +125,22 @@ class PrefillService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    async def prefill(self, request: SequenceSpec, destination: KVDestination) -> AsyncGenerator[PrefillEvent, None]:
+    async def prefill(self, spec: SequenceSpec, destination: KVDestination) -> AsyncGenerator[PrefillEvent, None]:
         """Run one prompt and transfer its KV. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
         if (
-            not 0 <= destination.ready_tokens <= len(request.token_ids)
+            not 0 <= destination.ready_tokens <= len(spec.token_ids)
             or destination.ready_tokens % self._layout.block_size
         ):
             raise InvalidRequest(f"ready_tokens {destination.ready_tokens} does not fit the prompt")
-        sequence = SequenceState(request, hand_over=True)
+        sequence = SequenceState(spec, hand_over=True)
         if sequence.key in self._prompts:
             raise InvalidRequest("this attempt is running here already")
         receivers = self._sender.receivers(destination.address, destination.kv_endpoints)
-        structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
+        structlog.contextvars.bind_contextvars(request_id=spec.request_id, attempt=spec.attempt)
         prompt = _Prompt(sequence, destination, receivers, self._loop.create_future(), self._loop.create_future())
-        prompt.trace_span = begin_span("prefill_worker", "prefill", request)
+        prompt.trace_span = begin_span("prefill_worker", "prefill", spec)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
         self._metrics.looked_up(sequence.num_tokens)
@@ -154,8 +154,8 @@ class PrefillService:
             output = await _first_token(prompt.first_token, prompt.transfer)
             end_span(prompt.trace_span)
             yield output
-            if output.finish_reason is None or request.forks:
-                result = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
+            if output.finish_reason is None or spec.forks:
+                result = await prompt.transfer.commit(len(spec.token_ids), output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(result.num_bytes, result.transport, duration_s)
                 yield TransferFinished(result.num_bytes, duration_s, result.transport)

@@ -46,7 +46,7 @@ class PrefillCaller(Protocol):
     (tandem_cli/simulation/workers.py)."""
 
     def run(
-        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
+        self, worker: WorkerInfo, spec: SequenceSpec, reserved: ReservedBlocks
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Yield the events of one prefill. Closing the generator cancels it.
 
@@ -67,12 +67,12 @@ class PrefillClient:
         self._timeout_s = timeout_s
 
     async def run(
-        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
+        self, worker: WorkerInfo, spec: SequenceSpec, reserved: ReservedBlocks
     ) -> AsyncGenerator[PrefillEvent, None]:
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
-        time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s
+        time_left_s = self._timeout_s if spec.time_left_s is None else spec.time_left_s
         call = stub.Prefill(
-            _message(request, reserved),
+            _message(spec, reserved),
             timeout=min(self._timeout_s, time_left_s),
             metadata=self._identity.metadata,
         )
@@ -83,7 +83,7 @@ class PrefillClient:
                     if event is not None:
                         yield event
         except DeadlineExceeded as error:
-            if request.time_left_s is not None and request.time_left_s <= self._timeout_s:
+            if spec.time_left_s is not None and spec.time_left_s <= self._timeout_s:
                 raise
             raise self._error_for_request(worker, error) from error
         except MeshError as error:
@@ -127,7 +127,7 @@ def _is_too_large(error: MeshError) -> bool:
     )
 
 
-def _message(request: SequenceSpec, reserved: ReservedBlocks) -> prefill_pb2.PrefillRequest:
+def _message(spec: SequenceSpec, reserved: ReservedBlocks) -> prefill_pb2.PrefillRequest:
     proto = prefill_pb2.KvDestination(
         address=reserved.decode.address,
         worker_id=reserved.decode.worker_id,
@@ -136,7 +136,7 @@ def _message(request: SequenceSpec, reserved: ReservedBlocks) -> prefill_pb2.Pre
         ready_tokens=reserved.ready_tokens,
         ranks=wire.kv_endpoints_to_proto(reserved.decode.kv_endpoints),
     )
-    return prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(request), destination=proto)
+    return prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(spec), destination=proto)
 
 
 def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:

@@ -67,12 +67,12 @@ class ModelledPrefills:
         self._links = links
 
     def run(
-        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
+        self, worker: WorkerInfo, spec: SequenceSpec, reserved: ReservedBlocks
     ) -> AsyncGenerator[PrefillEvent, None]:
         prefill, decode = self.workers.get(worker.incarnation), self._links.find(reserved.decode)
         if prefill is None or decode is None:
             raise WorkerLost("the worker is lost")
-        return prefill.run(request, decode)
+        return prefill.run(spec, decode)
 
 
 class SimulatedMesh:

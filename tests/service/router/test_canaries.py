@@ -318,9 +318,9 @@ async def test_a_request_that_runs_out_of_time_blames_nobody(
     prefill.scripts = [hangs()]
     caller = RouterIdentity("test", Credentials())
     client = PrefillClient(mesh.router.membership, mesh.router._channels, caller, timeout_s=timeout_s)
-    request = make_spec("r", PROMPT, time_left_s=time_left_s)
+    spec = make_spec("r", PROMPT, time_left_s=time_left_s)
     with pytest.raises(expected):
-        async for _ in client.run(prefill.info, request, ReservedBlocks(decode.info, "t", 0)):
+        async for _ in client.run(prefill.info, spec, ReservedBlocks(decode.info, "t", 0)):
             pass
 
 

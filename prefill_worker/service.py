@@ -28,7 +28,7 @@ from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import Outgoing, RankedSender, TransferSpec
 from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, WorkerDraining
-from mesh.domain.prefill import PrefillEvent, PrefillStarted, TransferFinished
+from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted, TransferFinished
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
@@ -40,19 +40,6 @@ log = structlog.get_logger(__name__)
 
 _FAILURE_GRACE_S = 5.0
 """Time for the router to end the decode side of a prompt that failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVDestination:
-    """The decode worker that the router has chosen for the KV. If `kv_endpoints` is empty, one process at `address`
-    takes all KV. The decode worker already holds the KV of the first `ready_tokens` tokens.
-    """
-
-    address: str
-    incarnation: str
-    transfer_id: str
-    ready_tokens: int
-    kv_endpoints: tuple[KVEndpoint, ...] = ()
 
 
 @dataclass(eq=False, slots=True)

@@ -23,7 +23,7 @@ from mesh.domain.errors import (
     TransferFailed,
     WorkerLost,
 )
-from mesh.domain.prefill import PrefillEvent, PrefillStarted
+from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted
 from mesh.domain.request import SequenceSpec, mint_id
 from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import WorkerInfo
@@ -31,7 +31,7 @@ from router.admission.in_flight import CapacityReservation
 from router.choice import Choice
 from router.timeline import Timeline
 from router.workers.decode_link import Link
-from router.workers.prefill_client import PrefillCaller, ReservedBlocks
+from router.workers.prefill_client import PrefillCaller
 
 log = structlog.get_logger(__name__)
 
@@ -108,7 +108,7 @@ class Attempt:
             return
         ready_tokens = await self._wait_reserved()
         if ready_tokens is not None:
-            self._start_prefill(prefill, ReservedBlocks(self.placement.decode, transfer_id, ready_tokens))
+            self._start_prefill(prefill, KVDestination.at(self.placement.decode, transfer_id, ready_tokens))
 
     def on_reserved(self, ready_tokens: int) -> None:
         self._reservation.confirm()
@@ -191,12 +191,12 @@ class Attempt:
         """True while the prefill call runs: the call has a deadline of its own."""
         return self._prefill_call is not None and not self._prefill_call.done()
 
-    def _start_prefill(self, worker: WorkerInfo, reserved: ReservedBlocks) -> None:
-        self._prefill_call = asyncio.get_running_loop().create_task(self._run_prefill(worker, reserved))
+    def _start_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
+        self._prefill_call = asyncio.get_running_loop().create_task(self._run_prefill(worker, destination))
         self._prefill_call.add_done_callback(self._prefill_ended)
 
-    async def _run_prefill(self, worker: WorkerInfo, reserved: ReservedBlocks) -> None:
-        async with aclosing(self._prefill_client.run(worker, self._spec, reserved)) as events:
+    async def _run_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
+        async with aclosing(self._prefill_client.run(worker, self._spec, destination)) as events:
             async for event in events:
                 self._on_prefill(event)
 

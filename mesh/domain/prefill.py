@@ -1,5 +1,5 @@
-"""What router and prefill worker say to each other about one prompt: where its KV goes; then that it has begun, its
-first token, and that its KV is verified.
+"""Messages between router and prefill worker about one prompt: where its KV goes; then that it has begun, its first
+token, and that its KV is verified.
 """
 
 from dataclasses import dataclass

@@ -114,8 +114,6 @@ class ModelledWorker:
 
 
 class ModelledPrefill(ModelledWorker):
-    """Computes prompts."""
-
     other_role = WorkerRole.DECODE
 
     def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken, neighbours: Neighbours) -> None:

@@ -89,7 +89,7 @@ class _PromptEnd(NamedTuple):
 
 
 class OutgoingConversation:
-    """The gRPC conversation of one transfer."""
+    """The conversation of one transfer: over a link if there is one to the receiver, else over gRPC."""
 
     def __init__(self, spec: TransferSpec, resources: SenderResources) -> None:
         self._spec = spec

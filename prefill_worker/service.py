@@ -203,9 +203,9 @@ class PrefillService:
         if finals:
             self._loop.call_soon_threadsafe(self._announce, finals, layers)
 
-    def _sent(self, positions: range, prompt: SequenceState) -> range:
+    def _sent(self, positions: range, sequence: SequenceState) -> range:
         """The places in a transfer of the blocks of these positions that are sent."""
-        num_tokens, num_before = len(prompt.request.token_ids), self._layout.num_sent_before
+        num_tokens, num_before = len(sequence.request.token_ids), self._layout.num_sent_before
         return range(num_before(num_tokens, positions.start), num_before(num_tokens, positions.stop))
 
     def _announce(self, finals: list[_FinalBlocks], layers: kv.Span) -> None:

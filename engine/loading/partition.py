@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.new_folder import copy_other_files, new_folder
-from checkpoint.partition_manifest import MANIFEST, VERSION, Partition, RankFile, SourceFile, checksum
+from checkpoint.partition_manifest import (
+    MANIFEST,
+    VERSION,
+    Partition,
+    RankFile,
+    SourceFile,
+    changed_files,
+    checksum,
+)
+from checkpoint.watched_files import has_changed
 from engine.models.packed_weights import PackedDecoder, read_packed, write_packed
 from mesh.domain.kv import Degrees
 
@@ -47,12 +56,14 @@ def write_partition(
     `source_of`, from before the weights were read.
 
     The folder appears when it is complete; its weights are read-only, because a process that has mapped a file dies if
-    it shrinks. Raises ConfigurationError.
+    it shrinks. Raises ConfigurationError, also if a file of the checkpoint has changed.
     """
     with new_folder(out) as partial:
         copy_other_files(model_dir, partial)
         names = [f"rank-{rank}-of-{degrees.num_ranks}.safetensors" for rank in range(degrees.num_ranks)]
         files = tuple(_write(partial / name, next(ranks)) for name in names)
+        if changed := changed_files(source, model_dir):
+            raise has_changed(model_dir / changed[0])
         partition = Partition(out, weights_digest, quantize, dtype, source, degrees, files)
         content: dict[str, Any] = {"version": VERSION, "weights_digest": weights_digest}
         content |= {"quantize": quantize, "dtype": dtype}

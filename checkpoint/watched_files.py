@@ -1,6 +1,7 @@
 """Files that must stay as they are while a model is made of them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,18 @@ class WatchedFiles:
     def and_of(self, paths: Iterable[Path]) -> "WatchedFiles":
         """These, and others as they are now."""
         return WatchedFiles({path: _state(path) for path in paths} | dict(self.states))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Raise ConfigurationError if a file changes in the block, also in place of the block's own, which then tells
+        of an effect only, such as pages that cannot be read.
+        """
+        try:
+            yield
+        except ConfigurationError:
+            self.require_unchanged()
+            raise
+        self.require_unchanged()
 
     def require_unchanged(self) -> None:
         """Raise ConfigurationError if a file has changed: the result would be made of two models, and a file that was

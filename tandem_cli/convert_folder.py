@@ -36,7 +36,7 @@ def convert_folder(folder: Path, out: Path) -> int:
         _require_config(folder)
     require_other_files(folder)
     files = WatchedFiles.of(paths)
-    with new_folder(out) as unfinished:
+    with new_folder(out) as unfinished, files.watching():
         writer = ShardWriter(unfinished, sys.maxsize) if is_adapter else ShardWriter(unfinished)
         for path in paths:
             for name, tensor in _tensors(path):
@@ -49,7 +49,6 @@ def convert_folder(folder: Path, out: Path) -> int:
         writer.finish()
         if is_adapter:
             (unfinished / SINGLE_FILE).rename(unfinished / ADAPTER_WEIGHTS)
-        files.require_unchanged()
         copy_other_files(folder, unfinished)
         (unfinished / _INDEX).unlink(missing_ok=True)
     shown = quote(str(out))

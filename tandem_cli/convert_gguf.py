@@ -37,7 +37,7 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
     model = GgufModel(file)
     config = model.config()
     dtype = getattr(torch, model.dtype)
-    with new_folder(out) as unfinished:
+    with new_folder(out) as unfinished, files.watching():
         if tokenizer is None:
             write_tokenizer(file, unfinished)
             _write_json(unfinished / "generation_config.json", generation_config(file))
@@ -53,7 +53,6 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
             files.require_unchanged()
             writer.add(name, torch.tensor(numbers, dtype=dtype))
         writer.finish()
-        files.require_unchanged()
     sys.stdout.write(
         f"{out}: {len(writer.names)} tensors in {model.dtype}, {writer.num_bytes / 1e6:.0f} MB in "
         f"{time.monotonic() - began_s:.1f} s; serve it with: tandem up {quote(str(out))}\n"

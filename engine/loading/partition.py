@@ -27,6 +27,7 @@ from checkpoint.partition_manifest import (
 )
 from checkpoint.watched_files import has_changed
 from engine.models.packed_weights import PackedDecoder, read_packed, write_packed
+from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
 
@@ -61,9 +62,12 @@ def write_partition(
     with new_folder(out) as partial:
         copy_other_files(model_dir, partial)
         names = [f"rank-{rank}-of-{degrees.num_ranks}.safetensors" for rank in range(degrees.num_ranks)]
-        files = tuple(_write(partial / name, next(ranks)) for name in names)
-        if changed := changed_files(source, model_dir):
-            raise has_changed(model_dir / changed[0])
+        try:
+            files = tuple(_write(partial / name, next(ranks)) for name in names)
+        except ConfigurationError:
+            _require_unchanged(source, model_dir)  # numbers may be wrong for that
+            raise
+        _require_unchanged(source, model_dir)
         partition = Partition(out, weights_digest, quantize, dtype, source, degrees, files)
         content: dict[str, Any] = {"version": VERSION, "weights_digest": weights_digest}
         content |= {"quantize": quantize, "dtype": dtype}
@@ -72,6 +76,11 @@ def write_partition(
         content["files"] = [asdict(file) for file in files]
         (partial / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
     return partition
+
+
+def _require_unchanged(source: Mapping[str, SourceFile], model_dir: Path) -> None:
+    if changed := changed_files(source, model_dir):
+        raise has_changed(model_dir / changed[0])
 
 
 def _write(path: Path, packed: PackedDecoder) -> RankFile:

@@ -1,6 +1,7 @@
 """The work of `tandem optimize`: puts the parts together, from the user's files to OUT."""
 
 import argparse
+import errno
 import json
 import logging
 import shutil
@@ -78,7 +79,8 @@ def optimize(args: argparse.Namespace) -> int:
             console.print("interrupted: the same command goes on where it was", soft_wrap=True)
             raise
         except OSError as error:
-            raise ConfigurationError(f"cannot write {args.out}: {error}") from error
+            advice = "; once there is room, the same command goes on" if error.errno == errno.ENOSPC else ""
+            raise ConfigurationError(f"cannot write {args.out}: {error}{advice}") from error
         except RunFailed as error:
             sys.stderr.write(f"tandem: {tried[0].name} cannot be served: {error}\n")
             return 1

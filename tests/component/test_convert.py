@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoint.adapters import read_adapter
@@ -303,3 +304,20 @@ def test_weights_that_change_meanwhile_are_named(tmp_path: Path, monkeypatch: py
     ):
         convert_folder(tmp_path, tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "config.json", "pytorch_model.bin"]
+
+
+def test_a_file_that_is_cut_off_meanwhile_is_named_and_not_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save({"x": torch.ones(100_000)}, tmp_path)
+
+    def cut_and_save(*_: object) -> None:
+        os.truncate(path, 1000)
+        raise SafetensorError("I/O error: Bad address (os error 14)")  # of the pages that are gone
+
+    monkeypatch.setattr("engine.quantizer.shards.save_file", cut_and_save)
+    with pytest.raises(
+        ConfigurationError, match=rf"^{path} has changed since the run began, so nothing is written: run"
+    ):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -286,7 +286,7 @@ def test_a_signal_in_the_middle_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".other.2.partial", ".out.old"]
 
 
-@pytest.mark.parametrize("change", ["other weights", "other settings"])
+@pytest.mark.parametrize("change", ["other weights", "other settings", "broken"])
 def test_a_checkpoint_that_changes_meanwhile_is_named(
     checkpoint: Callable[[str], Path],
     tmp_path: Path,
@@ -296,14 +296,16 @@ def test_a_checkpoint_that_changes_meanwhile_is_named(
 ) -> None:
     load_arm(checkpoint("llama"), "compiled")
     model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
-    path = model_dir / ("model.safetensors" if change == "other weights" else "tokenizer_config.json")
+    path = model_dir / ("tokenizer_config.json" if change == "other settings" else "model.safetensors")
 
     def write_and_change(packed_path: Path, packed: PackedDecoder) -> None:
         write_packed(packed_path, packed)
-        if change == "other weights":
+        if change != "other settings":
             edit_weights(model_dir, lambda stored: stored["model.embed_tokens.weight"][3].add_(1.0))
         else:
             path.write_text('{"model_max_length": 7}')
+        if change == "broken":  # as numbers are that are read while they are written
+            raise ConfigurationError("5 of 7 numbers are NaN")
 
     monkeypatch.setattr("engine.loading.partition.write_packed", write_and_change)
     assert main(["partition", str(model_dir), str(tmp_path / "to" / "out")]) == 2

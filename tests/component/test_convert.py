@@ -271,6 +271,14 @@ def test_an_index_that_is_none_is_named(tmp_path: Path, weight_map: object, reas
     assert not (tmp_path / "new").exists()
 
 
+def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
+    save({"x": torch.ones(3)}, tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=rf"^{tmp_path}/generation_config.json is not valid JSON"):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -314,13 +314,18 @@ def test_a_checkpoint_that_changes_meanwhile_is_named(
 
 
 @pytest.mark.parametrize("flags", [(), ("--reuse",)])
-def test_a_folder_that_is_no_partition_stays(
-    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+@pytest.mark.parametrize("name", [".", "config.json"])
+def test_an_out_that_is_no_partition_stays(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    name: str,
 ) -> None:
-    """Such as the model itself, by a link. It is found before the weights are read."""
+    """Such as the model itself, by a link, or a file. It is found before the weights are read."""
     model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     out = tmp_path / "out"
-    out.symlink_to(model_dir)
+    out.symlink_to(model_dir / name)
     (model_dir / "model.safetensors").unlink()
     before = sorted(model_dir.iterdir())
     assert main(["partition", *flags, str(model_dir), str(out)]) == 2

@@ -83,7 +83,7 @@ upgrade: .venv/.installed  ## A mesh of an older revision is upgraded under load
 compose-test: .venv/.installed  ## The image as SageMaker starts it; the cluster of docker-compose.yml, each part killed in the middle of answers; needs a Docker engine (minutes).
 	$(BIN)/pytest -q -s -m soak tests/compose
 
-interrupts: .venv/.installed  ## Ctrl-C, SIGTERM and SIGHUP at each program that people run, at several moments (~40 minutes).
+interrupts: .venv/.installed  ## Ctrl-C, SIGTERM and SIGHUP at each program that people run, at several moments (~90 minutes).
 	$(BIN)/pytest -q -m soak tests/e2e/test_interrupts.py
 
 chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (about an hour).

@@ -64,7 +64,12 @@ def operations_per_s(arithmetic: str, num_threads: int) -> float:
     passes = _passes_of(loop)
     begin = threading.Barrier(num_threads)
     with ThreadPoolExecutor(num_threads) as threads:
-        tries_s = [max(threads.map(lambda _: _seconds(loop, passes, begin), range(num_threads))) for _ in range(_TRIES)]
+        try:
+            tries_s = [
+                max(threads.map(lambda _: _seconds(loop, passes, begin), range(num_threads))) for _ in range(_TRIES)
+            ]
+        finally:  # a signal takes back what no thread has begun: the others would wait for it for ever
+            begin.abort()
     return loop.operations * passes * num_threads / min(tries_s)
 
 

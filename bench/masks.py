@@ -21,6 +21,7 @@ from tokenizers.models import BPE
 
 from checkpoint.grammar import GrammarCompiler
 from engine.device_copies import NoCopies
+from engine.sampling.host_rows import rows_for
 from engine.sampling.masks import TokenMasks
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, Structure, StructureKind
@@ -122,14 +123,14 @@ def measure(folder: Path, vocab_size: int, eos_token: int, num_seqs: int, num_st
     costs, compiler = Costs(), GrammarCompiler(folder)
     costs.load_s = _cpu_s(lambda: compiler.compile(Structure(StructureKind.JSON_OBJECT)))
     costs.compile_s = _cpu_s(lambda: compiler.compile(_STRUCTURE))
-    masks = _WaitingMasks(compiler, vocab_size)
+    masks, rows, copies = _WaitingMasks(compiler, vocab_size), rows_for(torch.device("cpu")), NoCopies()
     sequences = [_sequence(str(index)) for index in range(num_seqs)]
     generator = torch.Generator().manual_seed(0)
     for step in range(num_steps):
         logits = torch.randn(num_seqs, vocab_size, generator=generator)
         costs.make_s.append(_cpu_s(lambda: masks.make(sequences)) / num_seqs)
         started_s = time.process_time()
-        chosen = masks.apply(logits, logits, NoCopies()).argmax(1).tolist()
+        chosen = rows.copied(logits, copies.to_device(masks.take())).argmax(1).tolist()
         plain_s = _cpu_s(lambda logits=logits: logits.argmax(1))
         costs.apply_s.append((time.process_time() - started_s - 2 * plain_s) / num_seqs)
         for index, token in enumerate(chosen):

@@ -54,13 +54,11 @@ _MAX_STEP_SEQS = 256  # about a real worker's batch: a message with tokens of 10
 _LETTERS = [ord(letter) for letter in string.ascii_lowercase]  # ids of the bundled tokenizer, which knows bytes
 
 
-def output(request: SequenceSpec, index: int) -> SequenceOutput:
+def output(spec: SequenceSpec, index: int) -> SequenceOutput:
     """The token with this index of a sequence."""
-    is_last = request.num_prompt_tokens + index + 1 >= request.max_total_tokens
+    is_last = spec.num_prompt_tokens + index + 1 >= spec.max_total_tokens
     token = SampledToken(_LETTERS[index % len(_LETTERS)], -1.0)
-    return SequenceOutput(
-        request.request_id, request.attempt, index, (token,), FinishReason.LENGTH if is_last else None
-    )
+    return SequenceOutput(spec.request_id, spec.attempt, index, (token,), FinishReason.LENGTH if is_last else None)
 
 
 @dataclass(eq=False)

@@ -24,22 +24,26 @@ from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec
 from mesh.interrupts import run_program
+from mesh.process import keep_freed_memory
 
-_KINDS = {
-    "the most likely": SamplingParams(),
-    "temperature 0.8": SamplingParams(temperature=0.8),
-    "top_p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
-    "top_k 20, top_p 0.8": SamplingParams(temperature=0.7, top_k=20, top_p=0.8),
-    "min_p 0.05": SamplingParams(temperature=0.8, min_p=0.05),
-    "typical_p 0.9": SamplingParams(temperature=0.8, typical_p=0.9),
+_GREEDY = SamplingParams()
+_KINDS: dict[str, tuple[SamplingParams, int]] = {  # parameters, top_logprobs
+    "the most likely": (_GREEDY, 0),
+    "20 top_logprobs": (_GREEDY, 20),
+    "penalties": (SamplingParams(presence_penalty=0.5, frequency_penalty=0.5), 0),
+    "temperature 0.8": (SamplingParams(temperature=0.8), 0),
+    "top_p 0.95": (SamplingParams(temperature=0.8, top_p=0.95), 0),
+    "top_k 20, top_p 0.8": (SamplingParams(temperature=0.7, top_k=20, top_p=0.8), 0),
+    "min_p 0.05": (SamplingParams(temperature=0.8, min_p=0.05), 0),
+    "typical_p 0.9": (SamplingParams(temperature=0.8, typical_p=0.9), 0),
 }
 _SPREAD = 3.0  # standard deviation
 
 
-def sampling_ms(math: RowMath, logits: Tensor, params: SamplingParams, repeats: int) -> float:
+def sampling_ms(math: RowMath, logits: Tensor, params: SamplingParams, num_top: int, repeats: int) -> float:
     """Median of the CPU milliseconds of one draw for all rows."""
     sampler = Sampler(rows=math)
-    specs = [SequenceSpec(f"r{row}", 0, (1, 2, 3), 3, params) for row in range(len(logits))]
+    specs = [SequenceSpec(f"r{row}", 0, (1, 2, 3), 3, params, top_logprobs=num_top) for row in range(len(logits))]
     sequences, taken = list(map(SequenceState, specs)), []
     for _ in range(repeats + 1):
         begun_s = time.thread_time()
@@ -56,12 +60,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as workers do
     generator = torch.Generator().manual_seed(0)
     table = Table("vocabulary", "rows", "tokens", "loops ms", "torch ms", "ratio", title="a step's draws")
     for size, rows in itertools.product(options.vocabulary, options.rows):
         logits = _SPREAD * torch.randn(rows, size, generator=generator)
-        for kind, params in _KINDS.items():
-            loops, others = (sampling_ms(m, logits, params, options.repeats) for m in (HostRows(), DeviceRows()))
+        for kind, wanted in _KINDS.items():
+            loops, others = (sampling_ms(m, logits, *wanted, options.repeats) for m in (HostRows(), DeviceRows()))
             table.add_row(f"{size:,}", str(rows), kind, f"{loops:.2f}", f"{others:.2f}", f"{others / loops:.1f}")
     Console(width=100).print(table)
 

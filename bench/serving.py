@@ -91,10 +91,10 @@ class EngineAlone:
     async def send(self, prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
         """Run one request. Implements bench.closed_loop.Send."""
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0, ignore_eos=True)
-        request = SequenceSpec(mint_id(), 0, tuple(prompt), len(prompt), sampling)
+        spec = SequenceSpec(mint_id(), 0, tuple(prompt), len(prompt), sampling)
         done = asyncio.get_running_loop().create_future()
-        self._streams[request.request_id] = (on_token, done)
-        await self._engine.call(lambda scheduler: scheduler.add(SequenceState(request)))
+        self._streams[spec.request_id] = (on_token, done)
+        await self._engine.call(lambda scheduler: scheduler.add(SequenceState(spec)))
         await done
         return max_new_tokens
 

@@ -99,9 +99,9 @@ class Engine:
         before = self._scheduler.load()
         for index, prompt in enumerate(prompts):
             sampling = SamplingParams(max_new_tokens=_MAX_NEW_TOKENS, seed=_SEED + index, temperature=temperature)
-            request = SequenceSpec(mint_id(), 0, tuple(prompt), len(prompt), sampling, eos)
-            order[request.request_id] = index
-            self._scheduler.add(SequenceState(request))
+            spec = SequenceSpec(mint_id(), 0, tuple(prompt), len(prompt), sampling, eos)
+            order[spec.request_id] = index
+            self._scheduler.add(SequenceState(spec))
         answers: list[list[int]] = [[] for _ in prompts]
         started = self._clock()
         while self._scheduler.has_work:

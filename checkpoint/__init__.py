@@ -9,6 +9,7 @@ tensors.py                          weights: which safetensors file holds which 
 adapters.py                         LoRA adapters
 partition_manifest.py               a model whose weights are partitioned ahead of time
 new_folder.py                       writes a folder that appears when it is complete
+watched_files.py                    files that must not change while a model is made of them
 grammar.py                          structured output: grammars over the model's vocabulary
 gguf/                               models of llama.cpp
 """

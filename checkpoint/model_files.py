@@ -31,6 +31,7 @@ from mesh.domain.json_text import parse_json
 _ROPE_FORM = 'rope_scaling must be a JSON object such as {"rope_type": "linear", "factor": 2.0}'
 
 ALL_IN_ONE = "tokenizer.json"
+_GENERATION = "generation_config.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 TEKKEN = "tekken.json"
 TIKTOKEN = ("tiktoken.model", "hy.tiktoken")
@@ -145,19 +146,25 @@ def read_model_facts(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> 
     """
     path = model_dir / "config.json"
     config = read_config(model_dir)
-    generation = read_json(model_dir / "generation_config.json", optional=True)
+    generation = read_json(model_dir / _GENERATION, optional=True)
     vocab_size = _integer(config, VOCAB_KEYS, path)
     if vocab_size is None:
         raise ConfigurationError(f"{path} has no vocab_size")
     decoder_start = _decoder_start(config, generation, path)
     return ModelFacts(
         vocab_size=vocab_size,
-        eos_token_ids=_eos_ids(config, path) | _eos_ids(generation, model_dir / "generation_config.json"),
+        eos_token_ids=_eos_ids(config, path) | _eos_ids(generation, model_dir / _GENERATION),
         # Encoder-decoder models have relative positions; their n_positions is the training length, not a limit.
         max_positions=None if decoder_start is not None else _max_positions(config, path, rope),
         tokenizer_fingerprint=tokenizer_fingerprint(model_dir),
         decoder_start_token_id=decoder_start,
     )
+
+
+def require_generation_config(model_dir: Path) -> None:
+    """Raise ConfigurationError for a generation_config.json that `read_model_facts` refuses."""
+    path = model_dir / _GENERATION
+    _eos_ids(read_json(path, optional=True), path)
 
 
 def _max_positions(config: Mapping[str, Any], path: Path, override: RopeOverride) -> int | None:

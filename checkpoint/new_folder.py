@@ -1,62 +1,154 @@
 """Writing a model's folder: it appears when it is complete, or not at all."""
 
+import errno
 import fcntl
 import glob
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import filter as matching
 from pathlib import Path
 
+from checkpoint.config_json import read_bytes
+from checkpoint.model_files import require_generation_config
 from checkpoint.source import FILES, NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` to write to, which becomes `out` at the end of the block. Raises ConfigurationError if
-    `out` exists, and in place of any OSError.
+    `out` exists or another process writes it, and in place of any OSError.
 
-    The folder is removed if the block fails; so are, now, those of processes that were killed. A lock tells them from
-    those of processes that write.
+    The folder is removed if the block fails, with the parents that were made for it; so are, now, folders of processes
+    that were killed. A lock tells them from those of processes that write.
     """
     require_absent(out)
+    made: list[Path] = []
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        for path in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
-            with suppress(OSError), _locked(path):
-                shutil.rmtree(path, ignore_errors=True)
-        partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-        partial.mkdir()
-        with _locked(partial):
+        with ExitStack() as stack:
+            made = [parent for parent in out.parents if not parent.exists()]
+            out.parent.mkdir(parents=True, exist_ok=True)
+            partial = _begin(out, stack)
             try:
                 yield partial
+                _require_still_absent(out)
                 partial.rename(out)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {out}: {error}") from error
+    except BaseException as error:
+        for parent in made:
+            with suppress(OSError):  # it was not made, or somebody else uses it now
+                parent.rmdir()
+        if not isinstance(error, OSError):
+            raise
+        advice = ": make room there, or write elsewhere" if error.errno in _FULL else ""
+        raise ConfigurationError(f"cannot write {out}: {error}{advice}") from error
 
 
 def require_absent(out: Path) -> None:
     """Raise ConfigurationError if a folder that is to be written exists, or a link that leads nowhere."""
     if os.path.lexists(out):
-        raise ConfigurationError(f"{out} exists already")
+        raise ConfigurationError(f"{out} exists already: remove it, or choose another folder")
+
+
+def _require_still_absent(out: Path) -> None:
+    """Raise ConfigurationError if something else has made `out`: an empty folder would be replaced."""
+    if os.path.lexists(out):
+        raise ConfigurationError(
+            f"{out} has appeared since the run began, so nothing is written: remove it, or choose another folder, and "
+            "run it again"
+        )
+
+
+def _begin(out: Path, stack: ExitStack) -> Path:
+    """Make the folder to write to. `stack` gets its lock. Raises ConfigurationError if another process writes `out`."""
+    with _alone_in(out.parent):
+        for path in sorted(out.parent.glob(f".{glob.escape(out.name)}.*.partial")):
+            _remove_abandoned(path, out)
+        partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+        partial.mkdir()
+        stack.enter_context(_locked(partial))
+    return partial
+
+
+def _remove_abandoned(partial: Path, out: Path) -> None:
+    """Raises ConfigurationError if its process still writes."""
+    try:
+        with _locked(partial):
+            shutil.rmtree(partial, ignore_errors=True)
+    except BlockingIOError as error:
+        raise ConfigurationError(
+            f"another run is writing {out}, into {partial.name} beside it: wait for its end, or choose another folder"
+        ) from error
+    except OSError:  # no folder, or one of another user
+        pass
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait for other processes that begin to write in `folder`: they could take each other's new folders, which have no
+    lock yet, for abandoned ones. A folder that may not be read shows no others' folders either.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        yield
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def require_other_files(model_dir: Path) -> None:
+    """Raise ConfigurationError, before any work, for files that `copy_other_files` could not copy, and for a
+    generation_config.json with which neither the model nor the copy can be served.
+    """
+    for path in _other_files(model_dir):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
+    require_generation_config(model_dir)
 
 
 def copy_other_files(model_dir: Path, folder: Path, *, but: Collection[str] = ()) -> None:
-    """Copy the files of a checkpoint to `folder`, except its weights and those that `but` names."""
-    for path in checkpoint_files(model_dir):
-        if not is_of_weights(path) and path.name not in but:
+    """Copy the files of a checkpoint to `folder`, except its weights and those that `but` names. Raises
+    ConfigurationError for a file that cannot be read, and OSError if a copy cannot be written.
+    """
+    for path in _other_files(model_dir):
+        if path.name not in but:
             copy = folder / path.relative_to(model_dir)
             copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, copy)
+            copy.write_bytes(read_bytes(path))
+
+
+def _other_files(model_dir: Path) -> list[Path]:
+    paths = [path for path in checkpoint_files(model_dir) if not is_of_weights(path)]
+    for path in paths:
+        if not path.is_file():
+            raise ConfigurationError(
+                f"{path} is no file, or a link that leads nowhere: remove it, or put the model's own file there"
+            )
+    return paths
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:
-    """All files of a checkpoint, named chat templates included."""
-    return sorted({path for pattern in (*FILES, NAMED_TEMPLATES) for path in model_dir.glob(pattern)})
+    """All files of a checkpoint, named chat templates included. Raises ConfigurationError if they cannot be listed."""
+    folder, template = NAMED_TEMPLATES.split("/")
+    try:
+        found = {model_dir / name for pattern in FILES for name in matching(os.listdir(model_dir), pattern)}
+        if (model_dir / folder).is_dir():
+            found |= {model_dir / folder / name for name in matching(os.listdir(model_dir / folder), template)}
+    except OSError as error:
+        raise ConfigurationError(f"cannot list the files in {error.filename}: {error.strerror}") from error
+    return sorted(found)
 
 
 def is_of_weights(path: Path) -> bool:
@@ -66,7 +158,9 @@ def is_of_weights(path: Path) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which the system releases however the process ends. Raises OSError if it is taken."""
+    """Hold a lock on a folder, which the system releases however the process ends. Raises BlockingIOError if it is
+    taken, and OSError.
+    """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -80,12 +80,7 @@ class Partition:
 
     def require_source(self, model_dir: Path) -> None:
         """Raise ConfigurationError unless the partition was made of the files in `model_dir` as they are now."""
-        try:
-            paths = _paths(model_dir)
-            same = {name for name, path in paths.items() if name in self.source and self.source[name].is_still(path)}
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
-        if changed := sorted((self.source.keys() | paths.keys()) - same):
+        if changed := changed_files(self.source, model_dir):
             raise ConfigurationError(
                 f"{self.folder} is a partition of another checkpoint than {model_dir}, where {', '.join(changed)} "
                 f"{'differs' if len(changed) == 1 else 'differ'}: remove the folder, or choose another one"
@@ -111,6 +106,18 @@ def source_of(model_dir: Path) -> dict[str, SourceFile]:
         return {name: _source_file(path) for name, path in _paths(model_dir).items()}
     except OSError as error:
         raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
+
+
+def changed_files(source: Mapping[str, SourceFile], model_dir: Path) -> list[str]:
+    """Paths in `model_dir` of files that `source` has otherwise, or that only one of both has. Raises
+    ConfigurationError.
+    """
+    paths = _paths(model_dir)
+    try:
+        same = {name for name, path in paths.items() if name in source and source[name].is_still(path)}
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
+    return sorted((source.keys() | paths.keys()) - same)
 
 
 def _paths(model_dir: Path) -> dict[str, Path]:
@@ -168,7 +175,7 @@ def read_partition(model_dir: Path) -> Partition | None:
     path = model_dir / MANIFEST
     try:
         manifest = parse_json(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error

@@ -91,11 +91,11 @@ class DecodeService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    def start(self, session: Session, request: SequenceSpec, transfer_id: str) -> None:
+    def start(self, session: Session, spec: SequenceSpec, transfer_id: str) -> None:
         """Start one attempt and its forks. Their progress is reported as events of the session."""
         self._sessions.add(session)
-        entry = self._enter(session, request)
-        fork_entries = [self._enter(session, fork) for fork in request.forked()]
+        entry = self._enter(session, spec)
+        fork_entries = [self._enter(session, fork) for fork in spec.forked()]
         forks = [fork for fork in fork_entries if fork is not None]
         if entry is None:
             for fork in forks:
@@ -105,18 +105,18 @@ class DecodeService:
         entry.forks = [fork.sequence.key for fork in forks]
         self._metrics.started(entry.sequence.num_tokens, "transferred" if transfer_id else "computed")
         context = contextvars.copy_context()
-        context.run(structlog.contextvars.bind_contextvars, request_id=request.request_id, attempt=request.attempt)
+        context.run(structlog.contextvars.bind_contextvars, request_id=spec.request_id, attempt=spec.attempt)
         replaced = [task for started in (entry, *forks) for task in started.replaced]
         entry.starting = self._spawn(self._start(entry, transfer_id, replaced), context)
         for fork in forks:
             self._metrics.started(fork.sequence.num_tokens, "shared")
             fork.starting = entry.starting
 
-    def _enter(self, session: Session, request: SequenceSpec) -> SessionEntry | None:
+    def _enter(self, session: Session, spec: SequenceSpec) -> SessionEntry | None:
         """Register an attempt and end earlier attempts of the request. Return None if the attempt is refused."""
-        entry = SessionEntry(session, SequenceState(request))
+        entry = SessionEntry(session, SequenceState(spec))
         key = entry.sequence.key
-        attempts = [known for known in self._entries if known[0] == request.request_id]
+        attempts = [known for known in self._entries if known[0] == spec.request_id]
         if self._is_draining():
             self._send(session, Failed(key, SequenceFailure.DRAINING, "the worker is draining"))
             return None
@@ -126,11 +126,11 @@ class DecodeService:
             return None
         self._idle.clear()
         session.entries[key] = self._entries[key] = entry
-        if request.time_left_s is not None:
+        if spec.time_left_s is not None:
             loop = asyncio.get_running_loop()
-            entry.deadline = loop.call_later(request.time_left_s, self._time_is_up, key)
+            entry.deadline = loop.call_later(spec.time_left_s, self._time_is_up, key)
         entry.replaced = tuple(self._retire(attempt) for attempt in attempts)
-        entry.span = begin_span("decode_worker", "decode", request)
+        entry.span = begin_span("decode_worker", "decode", spec)
         return entry
 
     async def _start(self, entry: SessionEntry, transfer_id: str, replaced: Sequence[asyncio.Task[None]]) -> None:

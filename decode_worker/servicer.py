@@ -54,13 +54,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     def _start(self, session: Session, start: decode_pb2.StartSequence) -> None:
         try:
-            request = wire.spec_from_proto(start.sequence)
+            spec = wire.spec_from_proto(start.sequence)
         except InvalidRequest as error:  # fail this sequence only; other sequences share the stream
             keys = [(fork.request_id, fork.attempt) for fork in start.sequence.forks]
             for key in ((start.sequence.request_id, start.sequence.attempt), *keys):
                 session.send(Failed(key, SequenceFailure.REFUSED, str(error)))
             return
-        self._service.start(session, request, start.transfer_id)
+        self._service.start(session, spec, start.transfer_id)
 
 
 def event_to_proto(event: Event) -> decode_pb2.AttachResponse:

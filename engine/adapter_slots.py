@@ -104,7 +104,7 @@ class AdapterSlots:
                 users.discard(sequence)
 
     def close(self) -> None:
-        """Cancel what waits."""
+        """Cancel the loads that wait for a slot."""
         self._reading.shutdown(wait=False, cancel_futures=True)
         with self._changing:
             for waiting in self._line:

@@ -97,7 +97,7 @@ class Model(Protocol):
 
     @property
     def row_math(self) -> RowMath:
-        """For the logits."""
+        """The operations on rows of logits that fit where this model leaves them."""
         ...
 
     @property

@@ -26,7 +26,7 @@ disconnected peer never holds blocks for longer. A reservation that no sender op
 The prefill worker's side:
 
 sender.py                  KVSender, the entry point, and OutgoingTransfer, the handle of one transfer
-outgoing_conversation.py   the sender's half of the gRPC conversation of one transfer
+outgoing_conversation.py   the sender's half of the conversation of one transfer
 push_call.py               the gRPC call `Push` and its connections, and the same over a link (transports/link.py)
 
 The decode worker's side:

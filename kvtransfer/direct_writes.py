@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvtransfer.messages import Chunk, request_from_bytes
+from kvtransfer.messages import TransferChunk, request_from_bytes
 from kvtransfer.transports.link import Call, Work
 
 
@@ -16,14 +16,16 @@ class DirectWrites:
     in its turn; both raise.
     """
 
-    def __init__(self, call: Call, accept: Callable[[Chunk], None], write: Callable[[Chunk], None]) -> None:
+    def __init__(
+        self, call: Call, accept: Callable[[TransferChunk], None], write: Callable[[TransferChunk], None]
+    ) -> None:
         self._call = call
         self._accept = accept
         self._write = write
         self._loop = asyncio.get_running_loop()
         self._is_open = True
         self._changing = threading.Lock()
-        self._queued: deque[Chunk] = deque()
+        self._queued: deque[TransferChunk] = deque()
         self._is_writing = False  # a thread takes what is queued
         self._waiting: asyncio.Event | None = None
         self._error: Exception | None = None
@@ -59,7 +61,7 @@ class DirectWrites:
             return _nothing
         try:
             chunk = request_from_bytes(body)
-            if not isinstance(chunk, Chunk):
+            if not isinstance(chunk, TransferChunk):
                 return None
             self._accept(chunk)
         except Exception as error:
@@ -77,7 +79,7 @@ class DirectWrites:
             except Exception as error:
                 self._fail(error)
 
-    def _next(self) -> Chunk | None:
+    def _next(self) -> TransferChunk | None:
         with self._changing:
             if self._queued and self._is_open:
                 return self._queued.popleft()

@@ -14,7 +14,7 @@ transfer has failed once none of them is written any more.
 from dataclasses import dataclass
 
 from kvtransfer.chunks import ChunkRange, Coverage, Digest, chunk_seed, transfer_seed
-from kvtransfer.messages import Chunk, Commit, TransferOpen
+from kvtransfer.messages import Commit, TransferChunk, TransferOpen
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.rpc.server import MAX_MESSAGE_BYTES
@@ -67,7 +67,7 @@ class TransferChecks:
                 f"the sender offers [{opening.first_block}, {opening.end_block})"
             )
 
-    def accept(self, chunk: Chunk, credit: int) -> None:
+    def accept(self, chunk: TransferChunk, credit: int) -> None:
         """Check and record `chunk` before its payload is read. Raises TransferCorrupt or TransferFailed."""
         if chunk.sequence_number != self._num_chunks:
             raise TransferCorrupt(f"chunk {chunk.sequence_number} came instead of chunk {self._num_chunks}")
@@ -80,16 +80,16 @@ class TransferChecks:
         self._digest.add(chunk.checksum)
         self._num_chunks += 1
 
-    def chunk_seed(self, chunk: Chunk) -> int:
+    def chunk_seed(self, chunk: TransferChunk) -> int:
         """Return the seed of the chunk's checksum."""
         return chunk_seed(self._seed, chunk.sequence_number, chunk.extent, chunk.num_bytes)
 
-    def check_sum(self, chunk: Chunk, checksum: int) -> None:
+    def check_sum(self, chunk: TransferChunk, checksum: int) -> None:
         """Raise TransferCorrupt unless `checksum`, of what was written, is the chunk's."""
         if checksum != chunk.checksum:
             raise TransferCorrupt(f"chunk {chunk.sequence_number} does not match its checksum")
 
-    def acknowledge(self, chunk: Chunk) -> None:
+    def acknowledge(self, chunk: TransferChunk) -> None:
         """Record that `chunk` is verified and written."""
         self._num_acknowledged += 1
         self.num_bytes += chunk.num_bytes

@@ -57,7 +57,7 @@ class TransferOpen:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TransferChunk:
     """The KV of the range `extent`. The payload is inline or in the transport's memory."""
 
     sequence_number: int
@@ -110,13 +110,13 @@ class Committed:
     """All KV has arrived, is verified and written."""
 
 
-SenderMessage = TransferOpen | Chunk | Renew | Commit
+SenderMessage = TransferOpen | TransferChunk | Renew | Commit
 ReceiverMessage = Granted | Ack | Renewed | Committed
 
 
 def request_to_bytes(message: SenderMessage) -> bytes:
     """Serialize a sender's message as a PushRequest."""
-    if isinstance(message, Chunk):
+    if isinstance(message, TransferChunk):
         return _chunk_to_bytes(message)
     if isinstance(message, Renew):
         request = pb.PushRequest(renew=pb.TransferRenew())
@@ -230,7 +230,7 @@ def _commit_to_proto(commit: Commit) -> pb.TransferCommit:
     )
 
 
-def _chunk_to_bytes(chunk: Chunk) -> bytes:
+def _chunk_to_bytes(chunk: TransferChunk) -> bytes:
     extent = chunk.extent
     message = pb.TransferChunk(
         sequence_number=chunk.sequence_number,
@@ -264,8 +264,8 @@ def _open_from_proto(message: pb.TransferOpen) -> TransferOpen:
     )
 
 
-def _chunk_from_proto(message: pb.TransferChunk, payload: bytes | memoryview) -> Chunk:
-    return Chunk(
+def _chunk_from_proto(message: pb.TransferChunk, payload: bytes | memoryview) -> TransferChunk:
+    return TransferChunk(
         sequence_number=message.sequence_number,
         extent=ChunkRange(
             Span(message.first_block, message.num_blocks),

@@ -23,13 +23,13 @@ from typing import NamedTuple
 from kvtransfer.chunks import ChunkRange, Digest, RangeQueue, chunk_seed, transfer_seed
 from kvtransfer.messages import (
     Ack,
-    Chunk,
     Commit,
     Committed,
     Granted,
     ReceiverMessage,
     Renew,
     Renewed,
+    TransferChunk,
     TransferOpen,
     request_to_bytes,
 )
@@ -89,7 +89,7 @@ class _PromptEnd(NamedTuple):
 
 
 class OutgoingConversation:
-    """The gRPC conversation of one transfer."""
+    """The conversation of one transfer: over a link if there is one to the receiver, else over gRPC."""
 
     def __init__(self, spec: TransferSpec, resources: SenderResources) -> None:
         self._spec = spec
@@ -247,7 +247,7 @@ class OutgoingConversation:
         self._digest.add(checksum)
         self._num_chunks += 1
         self._num_bytes += len(buffer)
-        return request_to_bytes(Chunk(number, chunk_range, len(buffer), checksum, slot.seal()))
+        return request_to_bytes(TransferChunk(number, chunk_range, len(buffer), checksum, slot.seal()))
 
     def _commit(self) -> bytes:
         end = self._prompt_end

@@ -31,7 +31,6 @@ from kvtransfer.incoming_transfer import ExpectedTransfer, IncomingShards, Trans
 from kvtransfer.messages import (
     SERVICE_NAME,
     Ack,
-    Chunk,
     Commit,
     Committed,
     Granted,
@@ -39,6 +38,7 @@ from kvtransfer.messages import (
     Renew,
     Renewed,
     SenderMessage,
+    TransferChunk,
     TransferOpen,
     reply_to_bytes,
     request_from_bytes,
@@ -235,7 +235,7 @@ class KVReceiver:
                     if isinstance(request, Renew):
                         reply(Renewed())
                         continue
-                    if not isinstance(request, Chunk):
+                    if not isinstance(request, TransferChunk):
                         raise TransferFailed("a transfer may be opened only once")
                     checks.accept(request, credit)
                     writes.create_task(self._write_on_executor(checks, source, request, reply))
@@ -261,7 +261,7 @@ class KVReceiver:
             raise LeaseExpired(f"the sender has sent nothing for {lease_s:g} s") from None
 
     async def _write_on_executor(
-        self, checks: TransferChecks, source: PayloadSource, chunk: Chunk, reply: Reply
+        self, checks: TransferChecks, source: PayloadSource, chunk: TransferChunk, reply: Reply
     ) -> None:
         async with source.arrived(chunk.payload, chunk.num_bytes) as payload:
             here = replace(chunk, payload=payload)
@@ -270,14 +270,16 @@ class KVReceiver:
         if not checks.is_committing:  # Committed will acknowledge what is still to be written
             reply(Ack(chunk.sequence_number))
 
-    def _write_on_link_thread(self, checks: TransferChecks, source: PayloadSource, reply: Reply, chunk: Chunk) -> None:
+    def _write_on_link_thread(
+        self, checks: TransferChecks, source: PayloadSource, reply: Reply, chunk: TransferChunk
+    ) -> None:
         """Runs on a link's thread."""
         with self._copying:
             self._verify_and_write(checks, source, chunk)
         checks.acknowledge(chunk)
         reply(Ack(chunk.sequence_number))
 
-    def _verify_and_write(self, checks: TransferChecks, source: PayloadSource, chunk: Chunk) -> None:
+    def _verify_and_write(self, checks: TransferChecks, source: PayloadSource, chunk: TransferChunk) -> None:
         """Runs on a thread. A corrupt chunk may be partly written; its blocks stay invisible until the commit."""
         payload = source.fetch(chunk.payload, chunk.num_bytes)
         block_ids, span = checks.block_ids(chunk.extent), chunk.extent.span

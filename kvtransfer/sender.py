@@ -1,4 +1,4 @@
-"""Sending KV: the prefill worker's side. `outgoing_conversation.py` has the gRPC conversation.
+"""Sending KV: the prefill worker's side. `outgoing_conversation.py` has the conversation.
 
 Life of a transfer here:
 

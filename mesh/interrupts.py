@@ -1,16 +1,17 @@
-"""Ctrl-C, SIGTERM and a closed terminal end the programs that people run by hand, without a traceback, whenever the
-signal comes.
+"""Signals end the programs that people run by hand, without a traceback. Such a signal is Ctrl-C, SIGTERM, or SIGHUP,
+which comes when the terminal is closed. Its effect depends on when it comes:
 
-imports          the package of the program has called `end_imports_quietly`: Ctrl-C ends the process
-the program      `run_program`: the first signal raises an exception, so that all that is open is closed; others are
-                 ignored. What an event loop runs (`run_async`) is cancelled instead
-the process ends each of the signals ends it at once
+while the program is imported   Ctrl-C ends the process, if the package has called `end_imports_quietly`
+while `run_program` runs        The first signal raises an exception, so that the program closes what is open. Later
+                                signals are ignored. In `run_async` the signal cancels the main task instead, and the
+                                exception is raised after the event loop.
+while the process ends          Any signal ends it at once.
 
-The exception does not come, or is lost, in three cases. Then an alarm lets the signal come again:
+An alarm repeats the signal where its first try must fail or has failed:
 
-no exception may be raised where the signal comes (_CALLERS)           after _AGAIN_S
-something drops the exception, as a bare `except:` of a library does   after _AGAIN_S
-code keeps the event loop from running, which then cannot cancel       after _BLOCKED_S, raised there
+code runs in which no exception may be raised (_CALLERS)           after _AGAIN_S
+a library has dropped the exception, as a bare `except:` does      after _AGAIN_S
+the event loop has not cancelled the task, because code blocks it  after _BLOCKED_S; the exception is raised there
 """
 
 import os

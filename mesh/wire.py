@@ -167,62 +167,62 @@ def hints_from_proto(message: cache_pb2.CacheHints) -> CacheHints:
     return hints
 
 
-def spec_to_proto(request: SequenceSpec) -> sequence_pb2.SequenceSpec:
+def spec_to_proto(spec: SequenceSpec) -> sequence_pb2.SequenceSpec:
     """Convert a request for a worker. Text (stop strings, bad words) is left out."""
-    sampling = sampling_to_proto(request.sampling)
+    sampling = sampling_to_proto(spec.sampling)
     sampling.ClearField("stop")
     sampling.ClearField("bad_words")
     sampling.ClearField("truncate_prompt_tokens")
     return sequence_pb2.SequenceSpec(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        token_ids=request.token_ids,
-        num_prompt_tokens=request.num_prompt_tokens,
+        request_id=spec.request_id,
+        attempt=spec.attempt,
+        token_ids=spec.token_ids,
+        num_prompt_tokens=spec.num_prompt_tokens,
         sampling=sampling,
-        eos_token_ids=sorted(request.eos_token_ids),
-        top_logprobs=request.top_logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        cache_namespace=request.cache_namespace,
-        time_left=None if request.time_left_s is None else duration_to_proto(request.time_left_s),
-        traceparent=request.traceparent,
-        adapter=request.adapter,
-        cache_hints=hints_to_proto(request.cache_hints),
+        eos_token_ids=sorted(spec.eos_token_ids),
+        top_logprobs=spec.top_logprobs,
+        prompt_logprobs=spec.prompt_logprobs,
+        cache_namespace=spec.cache_namespace,
+        time_left=None if spec.time_left_s is None else duration_to_proto(spec.time_left_s),
+        traceparent=spec.traceparent,
+        adapter=spec.adapter,
+        cache_hints=hints_to_proto(spec.cache_hints),
         forks=[
             sequence_pb2.SequenceFork(
                 request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed, traceparent=fork.traceparent
             )
-            for fork in request.forks
+            for fork in spec.forks
         ],
     )
 
 
-def spec_from_proto(spec: sequence_pb2.SequenceSpec) -> SequenceSpec:
-    """Raises InvalidRequest if the request could not be run."""
-    request = SequenceSpec(
-        request_id=spec.request_id,
-        attempt=spec.attempt,
-        token_ids=tuple(spec.token_ids),
-        num_prompt_tokens=spec.num_prompt_tokens,
-        sampling=sampling_from_proto(spec.sampling),
-        eos_token_ids=frozenset(spec.eos_token_ids),
-        top_logprobs=spec.top_logprobs,
-        prompt_logprobs=spec.prompt_logprobs,
-        cache_namespace=spec.cache_namespace,
-        time_left_s=duration_from_proto(spec.time_left) if spec.HasField("time_left") else None,
-        traceparent=spec.traceparent,
-        adapter=spec.adapter,
-        forks=tuple(Fork(fork.request_id, fork.attempt, fork.seed, fork.traceparent) for fork in spec.forks),
-        cache_hints=hints_from_proto(spec.cache_hints),
+def spec_from_proto(message: sequence_pb2.SequenceSpec) -> SequenceSpec:
+    """Raises InvalidRequest if the sequence could not be run."""
+    spec = SequenceSpec(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=sampling_from_proto(message.sampling),
+        eos_token_ids=frozenset(message.eos_token_ids),
+        top_logprobs=message.top_logprobs,
+        prompt_logprobs=message.prompt_logprobs,
+        cache_namespace=message.cache_namespace,
+        time_left_s=duration_from_proto(message.time_left) if message.HasField("time_left") else None,
+        traceparent=message.traceparent,
+        adapter=message.adapter,
+        forks=tuple(Fork(fork.request_id, fork.attempt, fork.seed, fork.traceparent) for fork in message.forks),
+        cache_hints=hints_from_proto(message.cache_hints),
     )
-    if len({request.request_id, *(fork.request_id for fork in request.forks)}) <= len(request.forks):
+    if len({spec.request_id, *(fork.request_id for fork in spec.forks)}) <= len(spec.forks):
         raise InvalidRequest("a sequence and its forks need different request_ids")
-    if not request.request_id or not 1 <= request.num_prompt_tokens <= len(request.token_ids):
+    if not spec.request_id or not 1 <= spec.num_prompt_tokens <= len(spec.token_ids):
         raise InvalidRequest("a sequence needs a request_id and at least one prompt token")
-    if request.sampling.max_new_tokens is None or request.sampling.seed is None:
+    if spec.sampling.max_new_tokens is None or spec.sampling.seed is None:
         raise InvalidRequest("a sequence needs max_new_tokens and a seed")
-    if request.num_generated >= request.sampling.max_new_tokens:
+    if spec.num_generated >= spec.sampling.max_new_tokens:
         raise InvalidRequest("max_new_tokens must exceed the number of tokens generated so far")
-    return request
+    return spec
 
 
 def token_from_proto(message: sampling_pb2.SampledToken) -> SampledToken:

@@ -28,7 +28,7 @@ from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import Outgoing, RankedSender, TransferSpec
 from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, WorkerDraining
-from mesh.domain.prefill import PrefillEvent, PrefillStarted, TransferFinished
+from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted, TransferFinished
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
@@ -40,19 +40,6 @@ log = structlog.get_logger(__name__)
 
 _FAILURE_GRACE_S = 5.0
 """Time for the router to end the decode side of a prompt that failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVDestination:
-    """The decode worker that the router has chosen for the KV. If `kv_endpoints` is empty, one process at `address`
-    takes all KV. The decode worker already holds the KV of the first `ready_tokens` tokens.
-    """
-
-    address: str
-    incarnation: str
-    transfer_id: str
-    ready_tokens: int
-    kv_endpoints: tuple[KVEndpoint, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -125,22 +112,22 @@ class PrefillService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    async def prefill(self, request: SequenceSpec, destination: KVDestination) -> AsyncGenerator[PrefillEvent, None]:
+    async def prefill(self, spec: SequenceSpec, destination: KVDestination) -> AsyncGenerator[PrefillEvent, None]:
         """Run one prompt and transfer its KV. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
         if (
-            not 0 <= destination.ready_tokens <= len(request.token_ids)
+            not 0 <= destination.ready_tokens <= len(spec.token_ids)
             or destination.ready_tokens % self._layout.block_size
         ):
             raise InvalidRequest(f"ready_tokens {destination.ready_tokens} does not fit the prompt")
-        sequence = SequenceState(request, hand_over=True)
+        sequence = SequenceState(spec, hand_over=True)
         if sequence.key in self._prompts:
             raise InvalidRequest("this attempt is running here already")
         receivers = self._sender.receivers(destination.address, destination.kv_endpoints)
-        structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
+        structlog.contextvars.bind_contextvars(request_id=spec.request_id, attempt=spec.attempt)
         prompt = _Prompt(sequence, destination, receivers, self._loop.create_future(), self._loop.create_future())
-        prompt.trace_span = begin_span("prefill_worker", "prefill", request)
+        prompt.trace_span = begin_span("prefill_worker", "prefill", spec)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
         self._metrics.looked_up(sequence.num_tokens)
@@ -154,8 +141,8 @@ class PrefillService:
             output = await _first_token(prompt.first_token, prompt.transfer)
             end_span(prompt.trace_span)
             yield output
-            if output.finish_reason is None or request.forks:
-                result = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
+            if output.finish_reason is None or spec.forks:
+                result = await prompt.transfer.commit(len(spec.token_ids), output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(result.num_bytes, result.transport, duration_s)
                 yield TransferFinished(result.num_bytes, duration_s, result.transport)
@@ -216,9 +203,9 @@ class PrefillService:
         if finals:
             self._loop.call_soon_threadsafe(self._announce, finals, layers)
 
-    def _sent(self, positions: range, prompt: SequenceState) -> range:
+    def _sent(self, positions: range, sequence: SequenceState) -> range:
         """The places in a transfer of the blocks of these positions that are sent."""
-        num_tokens, num_before = len(prompt.request.token_ids), self._layout.num_sent_before
+        num_tokens, num_before = len(sequence.request.token_ids), self._layout.num_sent_before
         return range(num_before(num_tokens, positions.start), num_before(num_tokens, positions.stop))
 
     def _announce(self, finals: list[_FinalBlocks], layers: kv.Span) -> None:

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 
 from mesh import wire
-from mesh.domain.prefill import PrefillEvent, PrefillStarted
+from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted
 from mesh.domain.tokens import SequenceOutput
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
-from prefill_worker.service import KVDestination, PrefillService
+from prefill_worker.service import PrefillService
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -29,6 +29,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
 def _destination(message: prefill_pb2.KvDestination) -> KVDestination:
     return KVDestination(
         message.address,
+        message.worker_id,
         message.incarnation,
         message.transfer_id,
         message.ready_tokens,

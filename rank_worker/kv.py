@@ -83,7 +83,6 @@ class RankKV:
                 raise ValueError(f"the leader sent {other}")
 
     async def close(self) -> None:
-        """End all transfers."""
         if self._sender is not None:
             await self._sender.close()
         if self._receiver is not None:

@@ -23,7 +23,7 @@ from mesh.domain.errors import (
     TransferFailed,
     WorkerLost,
 )
-from mesh.domain.prefill import PrefillEvent, PrefillStarted
+from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted
 from mesh.domain.request import SequenceSpec, mint_id
 from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import WorkerInfo
@@ -31,7 +31,7 @@ from router.admission.in_flight import CapacityReservation
 from router.choice import Choice
 from router.timeline import Timeline
 from router.workers.decode_link import Link
-from router.workers.prefill_client import PrefillCaller, ReservedBlocks
+from router.workers.prefill_client import PrefillCaller
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +54,7 @@ class Attempt:
     def __init__(
         self,
         choice: Choice,
-        request: SequenceSpec,
+        spec: SequenceSpec,
         reservation: CapacityReservation,
         *,
         link: Link,
@@ -68,7 +68,7 @@ class Attempt:
         self.placement = reservation.placement
         self.started_s = reservation.started_s
         self._choice = choice
-        self._request = request
+        self._spec = spec
         self._reservation = reservation
         self._link = link
         self._timeline = timeline
@@ -102,19 +102,19 @@ class Attempt:
     async def _start(self) -> None:
         prefill = self.placement.prefill
         transfer_id = mint_id() if prefill is not None else ""
-        self._link.start(self._request, transfer_id, self, self._forks)
+        self._link.start(self._spec, transfer_id, self, self._forks)
         if prefill is None:
             self._timeline.mark("prefill_started")
             return
         ready_tokens = await self._wait_reserved()
         if ready_tokens is not None:
-            self._start_prefill(prefill, ReservedBlocks(self.placement.decode, transfer_id, ready_tokens))
+            self._start_prefill(prefill, KVDestination.at(self.placement.decode, transfer_id, ready_tokens))
 
     def on_reserved(self, ready_tokens: int) -> None:
         self._reservation.confirm()
         # Behind KV without a recurrent state the prompt is computed nonetheless: the prefill worker counts what it had.
-        if self._request.attempt == 0 and not self.placement.decode.layout.state_blocks:
-            self._choice.note_cached(min(ready_tokens, self._request.num_prompt_tokens))
+        if self._spec.attempt == 0 and not self.placement.decode.layout.state_blocks:
+            self._choice.note_cached(min(ready_tokens, self._spec.num_prompt_tokens))
         if not self._reserved.done():
             self._reserved.set_result(ready_tokens)
 
@@ -137,7 +137,7 @@ class Attempt:
     def _accept(self, output: SequenceOutput) -> None:
         self._last_event_s = self._clock()
         try:
-            if self._request.attempt == 0 and output.cached_tokens:
+            if self._spec.attempt == 0 and output.cached_tokens:
                 self._choice.note_cached(output.cached_tokens)
             self._choice.accept(output)
         except Exception as error:  # must end this request only, not the link that carries all of them
@@ -191,18 +191,18 @@ class Attempt:
         """True while the prefill call runs: the call has a deadline of its own."""
         return self._prefill_call is not None and not self._prefill_call.done()
 
-    def _start_prefill(self, worker: WorkerInfo, reserved: ReservedBlocks) -> None:
-        self._prefill_call = asyncio.get_running_loop().create_task(self._run_prefill(worker, reserved))
+    def _start_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
+        self._prefill_call = asyncio.get_running_loop().create_task(self._run_prefill(worker, destination))
         self._prefill_call.add_done_callback(self._prefill_ended)
 
-    async def _run_prefill(self, worker: WorkerInfo, reserved: ReservedBlocks) -> None:
-        async with aclosing(self._prefill_client.run(worker, self._request, reserved)) as events:
+    async def _run_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
+        async with aclosing(self._prefill_client.run(worker, self._spec, destination)) as events:
             async for event in events:
                 self._on_prefill(event)
 
     def _on_prefill(self, event: PrefillEvent) -> None:
         if isinstance(event, SequenceOutput):
-            if event.key != self._request.key:
+            if event.key != self._spec.key:
                 return
             if event.tokens:  # events without tokens carry log-probs of the prompt
                 self._has_first_token = True
@@ -237,7 +237,7 @@ class Attempt:
 
         `run` calls this; callers only need it if `run` never ran.
         """
-        self._link.abort(self._request.key)
+        self._link.abort(self._spec.key)
         if self._prefill_call is not None:
             self._prefill_call.cancel()
         self._reservation.release()

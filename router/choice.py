@@ -45,7 +45,7 @@ class WaitingFork:
     """A choice that waits to be forked. `attempt` resolves to its attempt, or to None if it must be placed alone."""
 
     choice: "Choice"
-    request: SequenceSpec
+    spec: SequenceSpec
     timeline: Timeline
     attempt: "asyncio.Future[Attempt | None]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -68,7 +68,7 @@ class Siblings:
 
     async def wait_for_fork(self, fork: WaitingFork) -> "Attempt | None":
         """Return the forked attempt, which the caller owns, or None if the choice must be placed alone."""
-        if self._has_started or fork.request.num_generated:
+        if self._has_started or fork.spec.num_generated:
             return None
         self._forks.append(fork)
         self._num_missing -= 1

@@ -252,7 +252,7 @@ class Dispatcher:
         self, choice: Choice, failures: FailureHistory, timeline: Timeline, deadline_s: float | None
     ) -> Attempt:
         """Return an attempt: forked from the first choice's, or placed through the queue."""
-        request = choice.next_spec(
+        spec = choice.next_spec(
             failures.attempt,
             eos_token_ids=self._model.facts.eos_token_ids,
             namespace=choice.tenant.cache_namespace(self._model.name),
@@ -260,29 +260,29 @@ class Dispatcher:
         timeline.begin_attempt()
         siblings = choice.siblings
         if siblings is not None and choice.index > 0:
-            attempt = await siblings.wait_for_fork(WaitingFork(choice, request, timeline))
+            attempt = await siblings.wait_for_fork(WaitingFork(choice, spec, timeline))
             if attempt is not None:
                 return attempt
         elif siblings is not None:
             await siblings.wait_for_all()
-        query = self._query(choice, request, failures)
+        query = self._query(choice, spec, failures)
         reservation = await self._queue.place(query, choice.queue_entry, is_replay=failures.attempt > 0)
         _note_placed(timeline, reservation.placement)
-        self._homes.note(request, reservation.placement.decode.incarnation)
+        self._homes.note(spec, reservation.placement.decode.incarnation)
         link = self._links.find(reservation.placement.decode)
         if link is None:
             reservation.release()
             raise WorkerLost("the decode worker has just been lost")
         if deadline_s is not None:
-            request = replace(request, time_left_s=max(0.0, deadline_s - asyncio.get_running_loop().time()))
+            spec = replace(spec, time_left_s=max(0.0, deadline_s - asyncio.get_running_loop().time()))
         forks: list[Attempt] = []
         if siblings is not None and choice.index == 0:
             waiting = siblings.take_forks()
             forks = [self._fork(fork, reservation, link) for fork in waiting]
-            request = replace(request, forks=tuple(_fork_of(fork.request) for fork in waiting))
+            spec = replace(spec, forks=tuple(_fork_of(fork.spec) for fork in waiting))
         return Attempt(
             choice,
-            request,
+            spec,
             reservation,
             link=link,
             prefill_client=self._prefill_client,
@@ -297,7 +297,7 @@ class Dispatcher:
         fork.timeline.mark("prefill_started")
         attempt = Attempt(
             fork.choice,
-            fork.request,
+            fork.spec,
             reservation.fork(),
             link=link,
             prefill_client=self._prefill_client,
@@ -307,22 +307,22 @@ class Dispatcher:
         fork.attempt.set_result(attempt)
         return attempt
 
-    def _query(self, choice: Choice, request: SequenceSpec, failures: FailureHistory) -> PlacementQuery:
+    def _query(self, choice: Choice, spec: SequenceSpec, failures: FailureHistory) -> PlacementQuery:
         return PlacementQuery(
-            num_tokens=len(request.token_ids),
-            max_total_tokens=request.max_total_tokens,
-            chain=PrefixChain(request.token_ids, request.kv_scope, self._model.whole_prompt(request)),
+            num_tokens=len(spec.token_ids),
+            max_total_tokens=spec.max_total_tokens,
+            chain=PrefixChain(spec.token_ids, spec.kv_scope, self._model.whole_prompt(spec)),
             num_seqs=choice.siblings.num_seqs if choice.siblings is not None and choice.index == 0 else 1,
             avoid=failures.avoid,
             cut_off=failures.cut_off,
             prefill_locally=failures.prefill_locally,
-            adapter=request.adapter,
-            home=self._homes.find(request),
+            adapter=spec.adapter,
+            home=self._homes.find(spec),
         )
 
 
-def _fork_of(request: SequenceSpec) -> Fork:
-    return Fork(request.request_id, request.attempt, request.sampling.seed or 0, request.traceparent)
+def _fork_of(spec: SequenceSpec) -> Fork:
+    return Fork(spec.request_id, spec.attempt, spec.sampling.seed or 0, spec.traceparent)
 
 
 def _note_placed(timeline: Timeline, placement: Placement) -> None:
@@ -337,17 +337,17 @@ class ConversationHomes:
         self._max_conversations = max_conversations
         self._incarnations: OrderedDict[tuple[str, str], str] = OrderedDict()
 
-    def find(self, request: SequenceSpec) -> str:
+    def find(self, spec: SequenceSpec) -> str:
         """The incarnation of the worker; empty if the request belongs to no conversation, or to a new one."""
-        return self._incarnations.get(_conversation_of(request), "")
+        return self._incarnations.get(_conversation_of(spec), "")
 
-    def note(self, request: SequenceSpec, incarnation: str) -> None:
-        if request.cache_hints.session_id:
-            self._incarnations[_conversation_of(request)] = incarnation
-            self._incarnations.move_to_end(_conversation_of(request))
+    def note(self, spec: SequenceSpec, incarnation: str) -> None:
+        if spec.cache_hints.session_id:
+            self._incarnations[_conversation_of(spec)] = incarnation
+            self._incarnations.move_to_end(_conversation_of(spec))
             if len(self._incarnations) > self._max_conversations:
                 self._incarnations.popitem(last=False)
 
 
-def _conversation_of(request: SequenceSpec) -> tuple[str, str]:
-    return request.cache_namespace, request.cache_hints.session_id
+def _conversation_of(spec: SequenceSpec) -> tuple[str, str]:
+    return spec.cache_namespace, spec.cache_hints.session_id

@@ -42,9 +42,9 @@ class ServedModel:
         start = self.facts.decoder_start_token_id
         return () if start is None else (start,)
 
-    def whole_prompt(self, request: SequenceSpec) -> tuple[int, ...]:
+    def whole_prompt(self, spec: SequenceSpec) -> tuple[int, ...]:
         """Return the tokens that all KV depends on: the prompt that an encoder reads; empty for other models."""
-        return request.token_ids[: request.num_prompt_tokens] if self.decoder_prompt else ()
+        return spec.token_ids[: spec.num_prompt_tokens] if self.decoder_prompt else ()
 
     def require_fits(self, info: WorkerInfo) -> None:
         """Raise LayoutMismatch, with both values, for a worker of another tokenizer."""

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from checkpoint.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from checkpoint.adapters import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from checkpoint.config_json import read_json
+from checkpoint.config_json import read_config, read_json
 from checkpoint.gguf.file import hint_at_gguf
-from checkpoint.new_folder import copy_other_files, new_folder
+from checkpoint.new_folder import copy_other_files, new_folder, require_other_files
 from checkpoint.tensors import SINGLE_FILE
+from checkpoint.watched_files import WatchedFiles
 from engine.quantizer.shards import ShardWriter
 from mesh.domain.errors import ConfigurationError
 
@@ -31,13 +32,18 @@ def convert_folder(folder: Path, out: Path) -> int:
     began_s = time.monotonic()
     paths = _pickles(folder)
     is_adapter = paths[0].name == _ADAPTER
-    with new_folder(out) as unfinished:
+    if not is_adapter:
+        _require_config(folder)
+    require_other_files(folder)
+    files = WatchedFiles.of(paths)
+    with new_folder(out) as unfinished, files.watching():
         writer = ShardWriter(unfinished, sys.maxsize) if is_adapter else ShardWriter(unfinished)
         for path in paths:
             for name, tensor in _tensors(path):
                 if name in writer.names:
                     raise ConfigurationError(f"{path}: tensor {name} is in another file, too")
                 writer.add(name, tensor)
+            files.require_unchanged()
         if not writer.names:
             raise ConfigurationError(f"{paths[0]} has no tensors")
         writer.finish()
@@ -51,6 +57,13 @@ def convert_folder(folder: Path, out: Path) -> int:
         f"serve it with: tandem up {f'MODEL --adapter NAME={shown}' if is_adapter else shown}\n"
     )
     return 0
+
+
+def _require_config(folder: Path) -> None:
+    """Raise ConfigurationError if config.json is missing, without which the weights are no model, or broken."""
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(f"{folder} has weights without config.json: copy the model's own file there, too")
+    read_config(folder)
 
 
 def _pickles(folder: Path) -> list[Path]:
@@ -136,6 +149,8 @@ def _load(path: Path) -> Mapping[object, object]:
         raise ConfigurationError(
             f"{path} is no checkpoint of PyTorch, or has more than weights, which could run code"
         ) from error
+    except PermissionError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except Exception as error:  # a damaged pickle raises whatever comes
         reason = str(error) or type(error).__name__
         raise ConfigurationError(f"{path} is truncated or no checkpoint of PyTorch: {reason}") from error

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from checkpoint.config_json import read_config
-from checkpoint.gguf.file import GgufFile, open_gguf
+from checkpoint.gguf.file import GgufFile, gguf_parts, open_gguf
 from checkpoint.gguf.models import GgufModel
 from checkpoint.gguf.tokenizer import generation_config, write_tokenizer
 from checkpoint.model_files import tokenizer_source
-from checkpoint.new_folder import copy_other_files, new_folder
+from checkpoint.new_folder import copy_other_files, new_folder, require_other_files
 from checkpoint.partition_manifest import MANIFEST
 from checkpoint.tokenizer_files import load_tokenizer
+from checkpoint.watched_files import WatchedFiles
 from engine.quantizer.shards import ShardWriter
 
 _OF_ITS_WEIGHTS = ("quantize_config.json", MANIFEST)
@@ -31,22 +32,25 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
     ConfigurationError.
     """
     began_s = time.monotonic()
+    files = WatchedFiles.of(gguf_parts(path))
     file = open_gguf(path)
     model = GgufModel(file)
     config = model.config()
     dtype = getattr(torch, model.dtype)
-    with new_folder(out) as unfinished:
+    with new_folder(out) as unfinished, files.watching():
         if tokenizer is None:
             write_tokenizer(file, unfinished)
             _write_json(unfinished / "generation_config.json", generation_config(file))
         else:
             tokenizer_source(tokenizer)  # which raises if there is none
+            require_other_files(tokenizer)
             copy_other_files(tokenizer, unfinished, but=_OF_ITS_WEIGHTS)
             _keep_end_tokens(tokenizer, file, unfinished)
         load_tokenizer(unfinished)
         _write_json(unfinished / "config.json", config)
         writer = ShardWriter(unfinished)
         for name, numbers in model.tensors():
+            files.require_unchanged()
             writer.add(name, torch.tensor(numbers, dtype=dtype))
         writer.finish()
     sys.stdout.write(

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from shlex import quote
 
+from checkpoint.new_folder import require_absent, require_other_files
 from checkpoint.partition_manifest import Partition, read_partition, source_of
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
@@ -31,6 +32,9 @@ def partition_model(args: argparse.Namespace) -> int:
     runner_settings = RunnerSettings(model_dir, quantize=args.quantize, dtype=args.dtype)
     degrees = Degrees(_tensor_parallel(args.tensor_parallel, runner_settings), args.pipeline_parallel)
     written = read_partition(args.out) if args.reuse else None
+    if not written:
+        require_absent(args.out)
+    require_other_files(model_dir)
     source = {} if written else source_of(model_dir)  # before anything of it is read
     settings, config = resolve(runner_settings)
     if not isinstance(config, ModelConfig):

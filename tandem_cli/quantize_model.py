@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from checkpoint.new_folder import require_absent
+from checkpoint.new_folder import require_absent, require_other_files
 from checkpoint.source import ModelSource
 from engine.models.model_config import ModelConfig
 from engine.quantizer import IN_GROUPS
@@ -36,7 +36,9 @@ def quantize_model(args: argparse.Namespace) -> int:
     began_s = time.monotonic()
     _check_options(args)
     require_absent(args.out)
-    checkpoint = open_float_checkpoint(find_model(ModelSource(args.model)))
+    model_dir = find_model(ModelSource(args.model))
+    require_other_files(model_dir)
+    checkpoint = open_float_checkpoint(model_dir)
     scheme = _scheme(args, checkpoint)
     require_fit(checkpoint, scheme)
     config = checkpoint.config

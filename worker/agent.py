@@ -69,14 +69,6 @@ class ReportSource(Protocol):
         ...
 
 
-class HeartbeatSink(Protocol):
-    """The destination of heartbeats. Plug point: a stream to a router, or Redis."""
-
-    async def write(self, request: worker_pb2.RegisterRequest) -> None:
-        """Send one heartbeat or snapshot."""
-        ...
-
-
 class RegistryAgent:
     """Makes one worker's heartbeats. `run` sends them to one router; RedisAgent sends them to Redis.
 
@@ -170,20 +162,22 @@ class RegistryAgent:
     async def _beat(self, call: Any, interval_s: float) -> None:
         """Send heartbeats, and end the call: at once, unless the last one has said farewell."""
         try:
-            await self.send_heartbeats(call, interval_s)
+            await self.send_heartbeats(call.write, interval_s)
         except BaseException:
             call.cancel()  # a registration without heartbeats is useless
             raise
         await call.done_writing()
 
-    async def send_heartbeats(self, sink: HeartbeatSink, interval_s: float) -> None:
-        """Send heartbeats until the last one, until cancelled, or until `sink` fails."""
+    async def send_heartbeats(
+        self, write: Callable[[worker_pb2.RegisterRequest], Awaitable[None]], interval_s: float
+    ) -> None:
+        """`write` heartbeats and snapshots until the last heartbeat, until cancelled, or until a write fails."""
         while True:
             self._wake.clear()  # first: what changes during the writes needs another heartbeat
             requests = await self._requests()
             is_last = self.state.is_gone  # what the requests say, because nothing has been awaited since
             for request in requests:
-                await sink.write(request)
+                await write(request)
             if is_last:
                 return
             # wait_for would swallow a cancellation that comes together with the wake-up.

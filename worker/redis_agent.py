@@ -8,6 +8,7 @@ tandem:asks:<id>     channel: a router that missed cache events requests a snaps
 
 import asyncio
 import contextlib
+from functools import partial
 
 import structlog
 from redis.asyncio import Redis
@@ -59,9 +60,8 @@ class RedisAgent:
             await self._send_and_listen(redis, letters)
 
     async def _send_and_listen(self, redis: Redis, letters: PubSub) -> None:
-        publication = _Publication(redis, self._signer, self._agent)
         tasks = [
-            asyncio.create_task(self._agent.send_heartbeats(publication, HEARTBEAT_INTERVAL_S)),
+            asyncio.create_task(self._agent.send_heartbeats(partial(self._publish, redis), HEARTBEAT_INTERVAL_S)),
             asyncio.create_task(self._listen(letters)),
         ]
         try:
@@ -105,6 +105,17 @@ class RedisAgent:
             self._refusals.add(reason)
             log.error("a router refuses this worker", worker=self._agent.info.worker_id, error=reason)
 
+    async def _publish(self, redis: Redis, request: worker_pb2.RegisterRequest) -> None:
+        """Sign and publish one message. A heartbeat is also stored for routers that start later."""
+        signed = self._signer.sign(self._agent.info, request)
+        worker_id = self._agent.info.worker_id
+        async with redis.pipeline(transaction=False) as pipe:
+            if request.HasField("heartbeat"):
+                pipe.set(name_in(redis, record_key(worker_id)), signed, px=int(RECORD_TTL_S * 1000))
+                pipe.zadd(name_in(redis, WORKERS), {worker_id: 0})
+            pipe.publish(name_in(redis, HEARTBEATS), signed)
+            await pipe.execute()
+
     async def _publish_loss(self, redis: Redis) -> None:
         """Tell the routers, which need not wait for the record to expire then."""
         loss = worker_pb2.Heartbeat(state=wire.state_to_proto(WorkerState.LOST))
@@ -113,33 +124,7 @@ class RedisAgent:
         )
 
     async def _leave(self, redis: Redis) -> None:
-        """Remove the record."""
         async with redis.pipeline(transaction=False) as pipe:
             pipe.delete(name_in(redis, record_key(self._agent.info.worker_id)))
             pipe.zrem(name_in(redis, WORKERS), self._agent.info.worker_id)
             await pipe.execute()
-
-
-class _Publication:
-    """The HeartbeatSink to which RegistryAgent writes."""
-
-    def __init__(self, redis: Redis, signer: MessageSigner, agent: RegistryAgent) -> None:
-        self._redis = redis
-        self._signer = signer
-        self._info = agent.info
-        self._registered = False
-
-    async def write(self, request: worker_pb2.RegisterRequest) -> None:
-        """Sign and publish one message. A heartbeat is also stored for routers that start later."""
-        signed = self._signer.sign(self._info, request)
-        worker_id = self._info.worker_id
-        async with self._redis.pipeline(transaction=False) as pipe:
-            if request.HasField("heartbeat"):
-                pipe.set(name_in(self._redis, record_key(worker_id)), signed, px=int(RECORD_TTL_S * 1000))
-                pipe.zadd(name_in(self._redis, WORKERS), {worker_id: 0})
-            pipe.publish(name_in(self._redis, HEARTBEATS), signed)
-            await pipe.execute()
-        require_not_cancelled()
-        if not self._registered:
-            self._registered = True
-            log.info("registered", worker=worker_id)

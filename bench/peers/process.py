@@ -1,8 +1,10 @@
 """The driver's side of the protocol in bench.peers.wire: one runner as a child process."""
 
 import asyncio
+import getpass
 import itertools
 import json
+import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -113,16 +115,30 @@ class PeerProcess:
         return PeerFailed("\n".join([f"{self._name} {problem}", *last_lines]))
 
 
+def _own_temporary(folder: str) -> dict[str, str]:
+    """The environment of a runner with this folder for temporary files. What PyTorch has compiled stays where it is."""
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    return {"TORCHINDUCTOR_CACHE_DIR": compiled} | os.environ | {"TMPDIR": folder}
+
+
 @asynccontextmanager
 async def running(name: str, command: Sequence[str]) -> AsyncIterator[PeerProcess]:
-    """Start a runner, wait until it is ready, and stop it at the end."""
-    with tempfile.TemporaryFile() as errors:
+    """Start a runner, wait until it is ready, and stop it at the end.
+
+    A runner that a signal ends leaves temporary files, such as vLLM's `vllm_dist_*`: it has a folder of its own for
+    them, which is removed.
+    """
+    with (
+        tempfile.TemporaryFile() as errors,
+        tempfile.TemporaryDirectory(prefix="tandem-peer-", ignore_cleanup_errors=True) as temporary,
+    ):
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             cwd=_ROOT,
+            env=_own_temporary(temporary),
         )
         peer = PeerProcess(name, process, errors)
         try:

@@ -67,7 +67,7 @@ def open_gguf(path: Path) -> GgufFile:
         raise missing_extra("reading GGUF needs gguf", "gguf") from error
     metadata: dict[str, Any] = {}
     tensors: dict[str, ReaderTensor] = {}
-    for part in _parts(path):
+    for part in gguf_parts(path):
         try:
             reader = gguf.GGUFReader(part)
             values = {key: field.contents() for key, field in reader.fields.items()}
@@ -83,7 +83,7 @@ def open_gguf(path: Path) -> GgufFile:
     return GgufFile(path, metadata, tensors)
 
 
-def _parts(path: Path) -> Iterator[Path]:
+def gguf_parts(path: Path) -> Iterator[Path]:
     """All files of the model, in order. Raises ConfigurationError."""
     part = _PART.search(path.name)
     names = [path.name]

@@ -103,11 +103,11 @@ def _in_chunks(metadata: ForwardMetadata, chunk: int, block_size: int) -> Forwar
     )
 
 
-def _pieces(prompt: Chunk, chunk: int) -> list[Chunk]:
-    """The queries of a prompt, apart by the chunk that they are in."""
+def _pieces(prompt: Chunk, size: int) -> list[Chunk]:
+    """The queries of a prompt, apart by the chunk of attention, of `size` tokens, that they are in."""
     pieces, first = [], prompt.first_position
     while first < prompt.context_len:
-        end = min((first // chunk + 1) * chunk, prompt.context_len)
+        end = min((first // size + 1) * size, prompt.context_len)
         start = prompt.query_start + first - prompt.first_position
         pieces.append(replace(prompt, query_start=start, num_queries=end - first, context_len=end))
         first = end

@@ -125,76 +125,79 @@ def _load_model(
     return lambda cache: Decoder(config, parameters, decoder_memory(settings, config, cache), adapter_shapes=shapes)
 
 
-def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
+def draft_block_bytes(speculation: Speculation, settings: RunnerSettings) -> int:
     """Bytes of a KV block in the draft model's cache; 0 without one. ConfigurationError if the models do not match."""
-    settings = _draft_settings(speculation, model)
-    return 0 if settings is None else kv_layout(load_decoder_config(settings.model_dir), settings).block_bytes
+    draft = _draft_settings(speculation, settings)
+    return 0 if draft is None else kv_layout(load_decoder_config(draft.model_dir), draft).block_bytes
 
 
-def draft_bytes(speculation: Speculation, model: RunnerSettings) -> int:
+def draft_bytes(speculation: Speculation, settings: RunnerSettings) -> int:
     """Memory of a GPU that the draft model takes besides its KV, for weights and graphs; 0 without one. On CPU 0, where
     free memory is shared with everything else anyway. Raises ConfigurationError.
     """
-    settings = _draft_settings(speculation, model)
-    if settings is None or find_device(settings.device).type == "cpu":
+    draft = _draft_settings(speculation, settings)
+    if draft is None or find_device(draft.device).type == "cpu":
         return 0
-    settings, config = resolve(settings)
-    captured_bytes = graph_bytes(settings, config, kv_layout(config, settings))
-    return weights_bytes(settings, specs_of(settings, config)) + captured_bytes
+    draft, config = resolve(draft)
+    captured_bytes = graph_bytes(draft, config, kv_layout(config, draft))
+    return weights_bytes(draft, specs_of(draft, config)) + captured_bytes
 
 
 def load_speculator(
     speculation: Speculation,
-    model: RunnerSettings,
+    settings: RunnerSettings,
     load_draft: Callable[[RunnerSettings], Runner],
     *,
     max_batch_tokens: int,
 ) -> Speculator | None:
     """Build the speculator; None if speculation is off.
 
-    `model`: settings of the large model, with `num_blocks` set. `load_draft` loads the draft model, if there is one.
+    `settings`: those of the large model, with `num_blocks` set. `load_draft` loads the draft model, if there is one.
     """
     if speculation.kind == "none":
         return None
-    settings = _draft_settings(speculation, model)
+    draft = _draft_settings(speculation, settings)
     drafter: Drafter = NgramDrafter()
-    if settings is not None:
-        max_model_len = load_decoder_config(settings.model_dir).max_model_len
-        windows = freed_windows(load_decoder_config(model.model_dir), model)
+    if draft is not None:
+        max_model_len = load_decoder_config(draft.model_dir).max_model_len
+        windows = freed_windows(load_decoder_config(settings.model_dir), settings)
         drafter = DraftModel(
-            load_draft(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens, windows=windows
+            load_draft(draft), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens, windows=windows
         )
     return Speculator(drafter, speculation.max_drafts)
 
 
-def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSettings | None:
-    """Settings of the draft model beside `model`; None without one. ConfigurationError if the models do not match."""
-    config = load_config(model.model_dir)
+def _draft_settings(speculation: Speculation, settings: RunnerSettings) -> RunnerSettings | None:
+    """Settings of the draft model beside that of `settings`; None without one. ConfigurationError if the two differ in
+    what they must share.
+    """
+    model_dir = settings.model_dir
+    config = load_config(model_dir)
     if speculation.kind != "none" and (reason := why_no_drafts(config)):
         raise ConfigurationError(
             f"speculation does not fit {config.architecture}: {reason}; leave speculative and draft_model out"
         )
     if speculation.draft_model is None:
         return None
-    load_decoder_config(model.model_dir)
+    load_decoder_config(model_dir)
     if reason := why_no_drafts(load_decoder_config(speculation.draft_model)):
         raise ConfigurationError(f"draft_model {speculation.draft_model} cannot draft: {reason}; choose another")
-    facts, draft_facts = read_model_facts(model.model_dir), read_model_facts(speculation.draft_model)
+    facts, draft_facts = read_model_facts(model_dir), read_model_facts(speculation.draft_model)
     for name in ("vocab_size", "tokenizer_fingerprint"):
         actual, expected = getattr(draft_facts, name), getattr(facts, name)
         if actual != expected:
             raise ConfigurationError(
-                f"draft_model {speculation.draft_model} does not fit {model.model_dir}: {name} {actual}, not {expected}"
+                f"draft_model {speculation.draft_model} does not fit {model_dir}: {name} {actual}, not {expected}"
             )
     if facts.eos_token_ids and not draft_facts.eos_token_ids:
-        raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model.model_dir} does")
+        raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model_dir} does")
     # It is small: one rank computes it.
     return replace(
-        model,
+        settings,
         model_dir=speculation.draft_model,
         rope=NO_ROPE_OVERRIDE,
         adapters=(),
-        graphs=replace(model.graphs, max_drafts=0),
+        graphs=replace(settings.graphs, max_drafts=0),
         companion_bytes=0,
         keep_all_kv=True,
         tensor_parallel=1,

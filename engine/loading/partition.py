@@ -16,8 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.new_folder import copy_other_files, new_folder
-from checkpoint.partition_manifest import MANIFEST, VERSION, Partition, RankFile, SourceFile, checksum
+from checkpoint.partition_manifest import (
+    MANIFEST,
+    VERSION,
+    Partition,
+    RankFile,
+    SourceFile,
+    changed_files,
+    checksum,
+)
+from checkpoint.watched_files import has_changed
 from engine.models.packed_weights import PackedDecoder, read_packed, write_packed
+from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
 
@@ -47,12 +57,17 @@ def write_partition(
     `source_of`, from before the weights were read.
 
     The folder appears when it is complete; its weights are read-only, because a process that has mapped a file dies if
-    it shrinks. Raises ConfigurationError.
+    it shrinks. Raises ConfigurationError, also if a file of the checkpoint has changed.
     """
     with new_folder(out) as partial:
         copy_other_files(model_dir, partial)
         names = [f"rank-{rank}-of-{degrees.num_ranks}.safetensors" for rank in range(degrees.num_ranks)]
-        files = tuple(_write(partial / name, next(ranks)) for name in names)
+        try:
+            files = tuple(_write(partial / name, next(ranks)) for name in names)
+        except ConfigurationError:
+            _require_unchanged(source, model_dir)  # numbers may be wrong for that
+            raise
+        _require_unchanged(source, model_dir)
         partition = Partition(out, weights_digest, quantize, dtype, source, degrees, files)
         content: dict[str, Any] = {"version": VERSION, "weights_digest": weights_digest}
         content |= {"quantize": quantize, "dtype": dtype}
@@ -61,6 +76,11 @@ def write_partition(
         content["files"] = [asdict(file) for file in files]
         (partial / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
     return partition
+
+
+def _require_unchanged(source: Mapping[str, SourceFile], model_dir: Path) -> None:
+    if changed := changed_files(source, model_dir):
+        raise has_changed(model_dir / changed[0])
 
 
 def _write(path: Path, packed: PackedDecoder) -> RankFile:

@@ -40,6 +40,9 @@ class Decoder:
     parameters. Only the ranks of stage 0 embed; only rank 0 has logits.
     """
 
+    phase_cycles = None
+    borrows_cores = False
+
     def __init__(
         self,
         config: ModelConfig,
@@ -85,14 +88,6 @@ class Decoder:
     @cached_property
     def row_math(self) -> RowMath:
         return rows_for(self._like.device)
-
-    @property
-    def phase_cycles(self) -> None:
-        return None
-
-    @property
-    def borrows_cores(self) -> bool:
-        return False
 
     def use_cores(self, lent: Cores) -> None:
         """Ignores lent cores: OpenMP gives every thread the same share and waits for the slowest."""

@@ -20,7 +20,8 @@ from engine.models.model_config import ModelConfig
 
 _ROWS_PER_SHARE = 6
 """The least rows of a share, times the number of shares. Each share reads all weights from the memory that all of them
-use, which takes as many times as long; arithmetic shall take longer (docs/performance-notes.md#products-and-memory).
+use, which takes as many times as long; arithmetic shall take longer
+(docs/performance-notes.md#threads-by-columns-or-by-rows).
 """
 _MANY_ROWS = 64
 """They are enough for a share beside any number of others, which find some of the weights in the cache."""

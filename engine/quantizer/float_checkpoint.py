@@ -10,6 +10,7 @@ import torch
 
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor
+from checkpoint.watched_files import WatchedFiles
 from engine.loading.stored_parameters import open_stored, stored_name
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
@@ -19,15 +20,13 @@ from mesh.domain.errors import ConfigurationError
 
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BEFORE_LAYERS = ("embed", "positions", "embed_norm", "embed_norm_bias", "project_in")
-FileState = tuple[int, int, int, int]
-"""Device, inode, size and time of the last change. Another file under a name, or other contents, have another state."""
 
 
 @dataclass(frozen=True, slots=True)
 class FloatCheckpoint:
     """A checkpoint that can be quantised. `specs` are in the order in which they are read, without the factors of
     matrices, so that these are those of the file; `product_factors` has them by name. `dtype` is that of the matrices.
-    `files`: config.json and those of the weights, as they were when they were opened.
+    `files`: config.json and those of the weights.
     """
 
     folder: Path
@@ -36,7 +35,7 @@ class FloatCheckpoint:
     stored: dict[str, StoredTensor]
     dtype: torch.dtype
     product_factors: Mapping[str, float]
-    files: Mapping[Path, FileState | None]
+    files: WatchedFiles
 
     @property
     def num_bytes(self) -> int:
@@ -48,17 +47,6 @@ class FloatCheckpoint:
     def dtype_of(self, spec: ParameterSpec) -> torch.dtype:
         return STORED_DTYPES[self.stored[stored_name(spec.sources[0].name, self.stored)].dtype]
 
-    def require_unchanged(self) -> None:
-        """Raise ConfigurationError if a file has changed: the result would be made of two models, and a file that was
-        cut off ends the process by SIGBUS when the rest of its pages are read.
-        """
-        for path, state in self.files.items():
-            if _state(path) != state:
-                raise ConfigurationError(
-                    f"{path} has changed since the run began, so nothing is written: run it again once the checkpoint "
-                    "stays as it is"
-                )
-
 
 def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
     """Read config.json and the headers of tensors. Raises ConfigurationError if the checkpoint cannot be quantised."""
@@ -68,8 +56,7 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
         raise ConfigurationError(
             f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
         )
-    path = folder / "config.json"
-    state_of_config = _state(path)
+    files = WatchedFiles.of([folder / "config.json"])
     config = load_config(folder)
     if not isinstance(config, ModelConfig):
         raise ConfigurationError(
@@ -80,22 +67,13 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
     stored = open_stored(folder, in_order)
     product_factors = {spec.name: spec.factor for spec in in_order}
     specs = [replace(spec, factor=1.0) for spec in in_order]
-    files = {path: state_of_config} | {path: _state(path) for path in {tensor.path for tensor in stored.values()}}
+    files = files.and_of({tensor.path for tensor in stored.values()})
     dtypes = {stored[name].dtype for spec in specs for name in names_of(spec, stored) if name in stored}
     if not dtypes <= set(STORED_DTYPES):
         raise ConfigurationError(f"{folder}: weights must be fp32, bf16 or fp16 to be quantised, got {sorted(dtypes)}")
     first = next(spec for spec in specs if spec.is_matrix)
     dtype = STORED_DTYPES[stored[name].dtype] if (name := names_of(first, stored)[0]) in stored else torch.float32
     return FloatCheckpoint(folder, config, specs, stored, dtype, product_factors, files)
-
-
-def _state(path: Path) -> FileState | None:
-    """None if the file is gone."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _when_needed(spec: ParameterSpec) -> int:

@@ -101,13 +101,13 @@ def quantize_checkpoint(
         writer = ShardWriter(unfinished)
         maker = _Maker(checkpoint, scheme, writer, calibration, held_out)
         for index in range(checkpoint.config.num_layers):
-            checkpoint.require_unchanged()
+            checkpoint.files.require_unchanged()
             maker.make_layer(index)
             on_progress(index + 1)
         quality = maker.quality()
         _copy_rest(checkpoint, writer, maker.replaced)
         writer.finish()
-        checkpoint.require_unchanged()
+        checkpoint.files.require_unchanged()
     return Quantized(quality, writer.num_bytes, maker.num_rare_experts)
 
 

@@ -59,7 +59,6 @@ class InputStatistics:
             self.gram.div_(factors).div_(factors[:, None])
 
     def clear(self) -> None:
-        """Forget all tokens."""
         self.num_tokens = 0
         for numbers in (self.largest, self.gram, self._total):
             numbers.zero_()

@@ -5,7 +5,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device_copies import Arrays, Tensors
@@ -13,9 +12,10 @@ from engine.kernels.cpu.arguments import Matrix, Range
 from engine.kernels.cpu.barrier import RowShare, Team
 from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.draws import Draws, draw_rows, draw_scratch
-from engine.kernels.cpu.logits import Summaries, summarise
+from engine.kernels.cpu.logits import Summaries, Tops, find_tops, summarise
 from engine.kernels.cpu.machine import LANES, why_no_loops
 from engine.kernels.cpu.mailbox import lead, mailboxes
+from engine.kernels.cpu.masked_rows import MaskedRows, copy_rows
 from engine.kernels.cpu.phases import PHASES
 from engine.kernels.cpu.stored import Kernel, Stored, job, stored
 from engine.logits import Summary
@@ -57,8 +57,13 @@ class HostRows:
         self._threads = threads or OneThread()
         self._scratch: list[Stored] = []
         summarise(np.zeros((1, 1), np.float32))
-        wanted = RandomRows([0], [SamplingParams(max_new_tokens=1, temperature=1.0)], np.zeros(1))
-        self.drawing(wanted, 1).tokens(torch.zeros((1, 1)), {})
+        wanted, row = (
+            RandomRows([0], [SamplingParams(max_new_tokens=1, temperature=1.0)], np.zeros(1)),
+            torch.zeros(1, 1),
+        )
+        self.drawing(wanted, 1).tokens(row, {})
+        self.top(row, torch.zeros(1, dtype=torch.int64), 1)
+        self.copied(row, {})
 
     def summarise(self, values: Tensor) -> Summary:
         return host_summary(summarise(_with_whole_rows(values).numpy()))
@@ -66,14 +71,22 @@ class HostRows:
     def argmax(self, values: Tensor) -> Tensor:
         return torch.from_numpy(values.numpy().argmax(1))
 
-    def top(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        found, columns = values.topk(min(count + 1, values.shape[1]), dim=1)
-        has_ties = (found[:, 1:] == found[:, :-1]).any(1)
-        found, columns = found[:, :count], columns[:, :count]
-        for row in has_ties.nonzero()[:, 0].tolist():
-            in_order = _top_in_order(values[row].numpy(), found[row, -1].item(), count)
-            found[row], columns[row] = values[row, in_order], in_order
-        return found, columns
+    def top(self, values: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        values, shape = _with_whole_rows(values), (len(rows), count)
+        tops = Tops(
+            _matrix(values), values.shape[1], rows.numpy(), np.empty(shape, np.float32), np.empty(shape, np.int64)
+        )
+        self._run(find_tops, tops)
+        return torch.from_numpy(tops.values), torch.from_numpy(tops.columns)
+
+    def copied(self, values: Tensor, masks: Tensors) -> Tensor:
+        values, mask_of = _with_whole_rows(values), np.full(len(values), -1, np.int64)
+        copies, bits = torch.empty(values.shape), np.zeros((0, 1), np.uint8)
+        if masks:
+            bits = masks["mask_bits"].numpy()
+            mask_of[masks["masked"].numpy()] = np.arange(len(bits))
+        self._run(copy_rows, MaskedRows(_matrix(values), _matrix(copies), values.shape[1], mask_of, bits))
+        return copies
 
     def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing:
         return _HostDrawing(wanted, vocab_size, self)
@@ -88,6 +101,11 @@ class HostRows:
         given = stored(draws)
         threads.run(draw_rows, [(given, own, own) for own in self._scratch[: threads.count]])
 
+    def _run(self, kernel: Kernel, arguments: Tops | MaskedRows) -> None:
+        """Share out the rows to all threads."""
+        given = stored(arguments)
+        self._threads.run(kernel, [(given, given, given)] * self._threads.count)
+
 
 class _HostDrawing:
     def __init__(self, wanted: RandomRows, vocab_size: int, rows: HostRows) -> None:
@@ -101,8 +119,8 @@ class _HostDrawing:
 
     def tokens(self, logits: Tensor, tensors: Tensors) -> Tensor:
         logits, rows = _with_whole_rows(logits), self.arrays["drawing"]
-        places, tokens = Matrix(logits.data_ptr(), logits.stride(0) * logits.element_size()), np.empty_like(rows)
-        self._rows.draw(Draws(places, logits.shape[1], rows, self._limits, tokens))
+        tokens = np.empty_like(rows)
+        self._rows.draw(Draws(_matrix(logits), logits.shape[1], rows, self._limits, tokens))
         return torch.from_numpy(tokens)
 
 
@@ -112,14 +130,12 @@ def host_summary(summaries: Summaries) -> Summary:
     return Summary(largest, normaliser, highest - normaliser)
 
 
-def _top_in_order(row: NDArray[np.float32], last: float, count: int) -> Tensor:
-    """Columns of the largest values, of which `last` is the least, in the order of RowMath.top. There may be NaN."""
-    columns = np.flatnonzero(~(row < last))
-    return torch.from_numpy(columns[np.argsort(-row[columns], kind="stable")[:count]])
-
-
 def _with_whole_rows(values: Tensor) -> Tensor:
     return values if values.stride(1) == 1 else values.contiguous()
+
+
+def _matrix(values: Tensor) -> Matrix:
+    return Matrix(values.data_ptr(), values.stride(0) * values.element_size())
 
 
 def rows_for(device: torch.device) -> RowMath:

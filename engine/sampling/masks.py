@@ -2,7 +2,7 @@
 
     prepare(sequence) ─▶ compiles the grammar on another thread, before the sequence is added to the engine
     begin(sequences)  ─▶ a thread advances the grammars and computes masks, while the model computes the step
-    apply(logits)     ─▶ waits for the masks; tokens that are not allowed get probability 0
+    take()            ─▶ waits for the masks; Sampler gives tokens that are not allowed probability 0
 
 A grammar's state follows from the generated token ids, so replays and other workers compute the same masks.
 """
@@ -13,27 +13,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from llguidance import LLMatcher
-from numpy.typing import NDArray
-from torch import Tensor
 
 from checkpoint.grammar import GrammarCompiler
-from engine.device_copies import Arrays, DeviceCopies, Tensors
+from engine.device_copies import Arrays
 from engine.sequence import SequenceKey, SequenceState
 from mesh.domain.request import Structure
-
-Indices = NDArray[np.int64]
-"""Indices into logits [num_seqs, vocab_size], flattened."""
-
-
-_NO_INDICES: Indices = np.empty(0, np.int64)
 
 
 @dataclass(eq=False, slots=True)
 class _Grammar:
     """The grammar state of one sequence. Only the mask thread uses it, except for `failure` and `num_rows`, valid after
-    `apply`. `num_rows`: see TokenMasks.num_rows.
+    `take`. `num_rows`: see TokenMasks.num_rows.
     """
 
     structure: Structure
@@ -53,29 +44,6 @@ class _Step:
     drafts: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Masks:
-    """Masks of several rows. Per row, the shorter of two lists is stored: its allowed tokens or its forbidden tokens.
-
-    Rows in `allow_rows` have their tokens in `allowed`; the forbidden tokens of all other rows are in `forbidden`.
-    """
-
-    allow_rows: Indices
-    allowed: Indices
-    forbidden: Indices
-
-    def arrays(self) -> Arrays:
-        return {"allow_rows": self.allow_rows, "allowed": self.allowed, "forbidden": self.forbidden}
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """Masks of these rows, in computation."""
-
-    rows: list[int]
-    masks: "Future[_Masks]"
-
-
 class TokenMasks:
     """The token masks of one engine. Used by the engine's thread only, except for `prepare`."""
 
@@ -83,7 +51,7 @@ class TokenMasks:
         self._compiler = compiler
         self._vocab_size = vocab_size
         self._grammars: dict[SequenceKey, _Grammar] = {}
-        self._pending: deque[_Pending | None] = deque()  # of each step in flight
+        self._pending: deque[Future[Arrays] | None] = deque()  # of each step in flight
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
@@ -96,33 +64,20 @@ class TokenMasks:
         return None if structure is None else self._compiling.submit(self._compile, structure, scope)
 
     def begin(self, sequences: Sequence[SequenceState]) -> None:
-        """Start to compute the masks for the next token of each sequence, one row of logits per sequence. Steps are
-        applied in the order in which they began.
-        """
+        """Start to compute the masks for the next token of each sequence, one row of logits per sequence."""
         rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.structure is not None]
         steps = [(row, self._step(sequences[row])) for row in rows]
         if sequences:
-            self._pending.append(_Pending(rows, self._masking.submit(self._make, steps)) if rows else None)
+            self._pending.append(self._masking.submit(self._make, steps) if rows else None)
 
-    def apply(self, logits: Tensor, adjusted: Tensor, copies: DeviceCopies) -> Tensor:
-        """Mask `adjusted` [num_seqs, vocab_size], in place unless it is `logits`; returns the result.
+    def take(self) -> Arrays:
+        """Wait for the masks of the step that began first and was not taken; empty if its rows have none.
 
-        The structure has priority over all other parameters: where bias, minimum length and the like exclude every
-        allowed token, the row is the model's own `logits`, masked.
+        masked     int64 [masks]: rows of logits
+        mask_bits  uint8 [masks, bytes]: a bit for each token, the lowest first; 1 if it is allowed
         """
         pending = self._pending.popleft() if self._pending else None
-        if pending is None:
-            return adjusted
-        masks = copies.to_device({**pending.masks.result().arrays(), "rows": np.array(pending.rows, np.int64)})
-        if adjusted is logits:
-            return _put_on(logits.clone(), masks)
-        adjusted = _put_on(adjusted, masks)
-        rows = masks["rows"]
-        is_empty = adjusted[rows].amax(1) == float("-inf")
-        if adjusted.is_cpu and not is_empty.any():  # elsewhere the host would wait for the answer
-            return adjusted
-        adjusted[rows] = torch.where(is_empty[:, None], _put_on(logits.clone(), masks)[rows], adjusted[rows])
-        return adjusted
+        return {} if pending is None else pending.result()
 
     def failure(self, sequence: SequenceState) -> str:
         """The reason for which the sequence's grammar failed, such as a limit on its size; empty if it did not."""
@@ -152,23 +107,15 @@ class TokenMasks:
         grammar.num_consumed += len(new_tokens)
         return _Step(grammar, new_tokens, sequence.token_ids[first_draft:])
 
-    def _make(self, steps: list[tuple[int, _Step]]) -> _Masks:
-        allow_rows: list[int] = []
-        allowed: list[Indices] = [_NO_INDICES]
-        forbidden: list[Indices] = [_NO_INDICES]
-        for row, step in steps:
-            bits = self._follow(step) if not step.grammar.failure else None
-            if bits is None:
-                continue
-            packed = np.frombuffer(bits, np.uint8)
-            is_allowed = np.unpackbits(packed, count=self._vocab_size, bitorder="little").view(np.bool_)
-            tokens = np.flatnonzero(is_allowed)
-            if 2 * len(tokens) < self._vocab_size:
-                allow_rows.append(row)
-                allowed.append(tokens + row * self._vocab_size)
-            else:
-                forbidden.append(np.flatnonzero(~is_allowed) + row * self._vocab_size)
-        return _Masks(np.array(allow_rows, np.int64), np.concatenate(allowed), np.concatenate(forbidden))
+    def _make(self, steps: list[tuple[int, _Step]]) -> Arrays:
+        followed = [(row, None if step.grammar.failure else self._follow(step)) for row, step in steps]
+        masks = [(row, np.frombuffer(mask, np.uint8)) for row, mask in followed if mask is not None]
+        if not masks:
+            return {}
+        bits = np.zeros((len(masks), -(-self._vocab_size // 8)), np.uint8)
+        for own, (_, mask) in zip(bits, masks, strict=True):
+            own[: len(mask)] = mask[: len(own)]
+        return {"masked": np.array([row for row, _ in masks], np.int64), "mask_bits": bits}
 
     def _follow(self, step: _Step) -> bytes | None:
         """The mask after the step's tokens, one bit per token of the vocabulary.
@@ -198,13 +145,3 @@ class TokenMasks:
         if matcher.is_error() and grammar.num_rows is None:
             grammar.num_rows = len(step.drafts)
         return None
-
-
-def _put_on(logits: Tensor, masks: Tensors) -> Tensor:
-    """Apply _Masks.arrays to contiguous `logits` in place."""
-    flat = logits.view(-1)
-    allowed_logits = flat[masks["allowed"]]
-    logits.index_fill_(0, masks["allow_rows"], float("-inf"))
-    flat[masks["allowed"]] = allowed_logits
-    flat[masks["forbidden"]] = float("-inf")
-    return logits

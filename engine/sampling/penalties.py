@@ -123,20 +123,14 @@ class Penalties:
         return counts
 
 
-def apply_penalties(logits: Tensor, changes: Tensors) -> Tensor:
-    """Adjusted copy of logits [num_seqs, vocab_size], or `logits` itself if nothing changes. `changes`: what
-    Penalties.arrays gave, on the device of the logits.
-    """
-    if not changes:
-        return logits
-    logits = logits.clone()
+def apply_penalties(logits: Tensor, changes: Tensors) -> None:
+    """Adjust logits [num_seqs, vocab_size] in place. `changes`: what Penalties.arrays gave, on their device."""
     if "biases" in changes:
         logits[changes["bias_rows"], changes["bias_tokens"]] += changes["biases"]
     if "forbidden_rows" in changes:
         logits[changes["forbidden_rows"], changes["forbidden_tokens"]] = float("-inf")
     if "counts" in changes:
         _penalise(logits, changes)
-    return logits
 
 
 def _penalise(logits: Tensor, changes: Tensors) -> None:

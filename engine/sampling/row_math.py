@@ -49,10 +49,15 @@ class RowMath(Protocol):
         """Column of each row's largest value: [rows] int64."""
         ...
 
-    def top(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The largest values of each row and their columns, both [rows, count], largest first. Of equal values the one
-        in the first column comes first, so the result does not depend on `count` or on other rows.
+    def top(self, values: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest values of some rows, in falling order, and their columns: [rows, count], fp32 and int64. There
+        must be as many columns. Of equal values the one in the first column comes first, so the result does not depend
+        on `count` or on other rows.
         """
+        ...
+
+    def copied(self, values: Tensor, masks: Tensors) -> Tensor:
+        """A copy, in which tokens that masks (TokenMasks.take) do not allow are minus infinity."""
         ...
 
     def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing: ...
@@ -68,7 +73,8 @@ class DeviceRows:
     def argmax(self, values: Tensor) -> Tensor:
         return values.argmax(1)
 
-    def top(self, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def top(self, values: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        values = take_rows(values, rows)
         found, columns = values.topk(count, dim=1)  # ties in any order, and any of those with the last one
         last, places = found[:, -1:], torch.arange(count, device=values.device)
         # The first columns tied with the last one. fp32 tells columns below 2^24 apart.
@@ -79,6 +85,15 @@ class DeviceRows:
         columns = torch.where(places < num_above, columns, tied).sort(1).values
         found, order = values.gather(1, columns).sort(stable=True, dim=1, descending=True)
         return found, columns.gather(1, order)
+
+    def copied(self, values: Tensor, masks: Tensors) -> Tensor:
+        values = values.clone()
+        if masks:
+            rows, bits = masks["masked"], masks["mask_bits"]
+            places = torch.arange(8, dtype=torch.uint8, device=values.device)
+            is_allowed = (bits[:, :, None] >> places & 1).view(len(bits), -1)[:, : values.shape[1]]
+            values[rows] = values[rows].masked_fill_(is_allowed == 0, float("-inf"))
+        return values
 
     def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing:
         return _DeviceDrawing(wanted, vocab_size)

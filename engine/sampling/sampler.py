@@ -25,7 +25,6 @@ from engine.sampling.host_rows import rows_for
 from engine.sampling.masks import TokenMasks
 from engine.sampling.penalties import Penalties, apply_penalties
 from engine.sampling.row_math import Drawing, RandomRows, RowMath
-from engine.sampling.truncation import take_rows
 from engine.sequence import SequenceState
 from mesh.domain.tokens import SampledToken, TokenLogprob
 
@@ -83,14 +82,32 @@ class Sampler:
         num_top = [sequence.request.top_logprobs for sequence in sequences]
         drawn = {} if drawing is None else drawing.arrays
         tensors = self._copies.to_device({**changes, **drawn, **_top_arrays(num_top)})
-        adjusted = apply_penalties(logits, {name: tensors[name] for name in changes})
-        if self._masks is not None:
-            adjusted = self._masks.apply(logits, adjusted, self._copies)
+        adjusted = self._adjusted(logits, {name: tensors[name] for name in changes})
         summary = given.summary or self._rows.summarise(logits)
         largest = summary.largest if adjusted is logits else None
         tokens = self._choose(adjusted, largest, drawing, tensors)
         logprobs = summary.logprob if tokens is summary.largest else _logprobs(logits, tokens, summary)
         return Drawn((tokens, logprobs, *self._top_scores(logits, num_top, summary, tensors)), num_top)
+
+    def _adjusted(self, logits: Tensor, changes: Tensors) -> Tensor:
+        """A copy with penalties and masks, or `logits` itself if there are none.
+
+        The structure has priority over all other parameters: where bias, minimum length and the like exclude every
+        allowed token, the row is the model's own, masked.
+        """
+        made = self._masks.take() if self._masks is not None else {}
+        if not changes and not made:
+            return logits
+        masks = self._copies.to_device(made) if made else {}
+        adjusted = self._rows.copied(logits, masks)
+        apply_penalties(adjusted, changes)
+        if changes and masks:
+            rows = masks["masked"]
+            is_empty = adjusted[rows].amax(1) == float("-inf")
+            if not adjusted.is_cpu or is_empty.any():  # elsewhere the host would wait for the answer
+                plain = self._rows.copied(logits, masks)[rows]
+                adjusted[rows] = torch.where(is_empty[:, None], plain, adjusted[rows])
+        return adjusted
 
     def _drawing(self, sequences: Sequence[SequenceState], vocab_size: int) -> Drawing | None:
         """The draw of random tokens; None if all rows are greedy."""
@@ -123,7 +140,7 @@ class Sampler:
         if "top_rows" not in tensors:
             return ()
         rows = tensors["top_rows"]
-        values, ids = self._rows.top(take_rows(logits, rows), min(max(num_top), logits.shape[1]))
+        values, ids = self._rows.top(logits, rows, min(max(num_top), logits.shape[1]))
         return values - summary.normaliser[rows, None], ids
 
     def forget(self, sequence: SequenceState) -> None:
@@ -141,7 +158,7 @@ def _logprobs(logits: Tensor, tokens: Tensor, summary: Summary) -> Tensor:
 
 
 def _read_scores(scores: Sequence[Tensor], num_top: list[int]) -> ScoredTokens:
-    """`scores`: the log-probs of tokens, then what `_top_scores` gave, on the host."""
+    """`scores`: the log-probs of tokens, then what `Sampler._top_scores` gave, on the host."""
     top: list[tuple[TokenLogprob, ...]] = [()] * len(num_top)
     logprobs, *most_likely = scores
     if most_likely:

@@ -120,8 +120,6 @@ class Batches:
 
 
 class Run:
-    """One batch under way."""
-
     def __init__(
         self, store: CallerStore, batch: Json, http: httpx2.AsyncClient, slots: asyncio.Semaphore, concurrency: int
     ) -> None:

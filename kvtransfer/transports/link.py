@@ -92,7 +92,6 @@ class Call:
         self._link.forget(self._number)
 
     def put(self, body: bytes) -> None:
-        """A message has come."""
         self._bodies.append(body)
         self._wake()
 
@@ -146,7 +145,6 @@ class Link:
             self._start_reader()
 
     def call(self) -> Call:
-        """Open a call."""
         self._num_opened += 1
         call = self._calls[self._num_opened] = Call(self, self._num_opened)
         if not self._is_open:

@@ -43,9 +43,7 @@ class ReadEngine(Protocol):
         """Let the engine read and write this memory, which stays where it is."""
         ...
 
-    def unregister(self, address: int, num_bytes: int) -> None:
-        """Undo `register`."""
-        ...
+    def unregister(self, address: int, num_bytes: int) -> None: ...
 
     def told(self, address: int) -> Mapping[str, bytes]:
         """Return what other processes need to read the registered memory at `address`."""

@@ -124,7 +124,7 @@ class Server:
         names = (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)
         self.set_serving(False)
-        await self.grpc.start()
+        await start_serving(self.grpc)
 
     def set_serving(self, serving: bool, service: str = "") -> None:
         """Set the health status of `service`; "" stands for the whole server. Does not wait for watchers."""
@@ -134,6 +134,18 @@ class Server:
         """Set NOT_SERVING, refuse new calls, and end running calls after `grace_s`."""
         self.health.end()
         await self.grpc.stop(grace_s)
+
+
+async def start_serving(server: grpc.aio.Server) -> None:
+    """Start a server, to the end even if this is cancelled. If grpc.aio is cancelled in between, the server's own task
+    fails, stopping raises, and a traceback of that is printed.
+    """
+    starting = asyncio.create_task(server.start())
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await starting
+        raise
 
 
 def _renewed_credentials(identity: Renewed[TlsIdentity]) -> grpc.ServerCredentials:

@@ -106,15 +106,15 @@ class Roster:
             self.views[row] = view
             self.free_blocks[row] = view.load.free_blocks
 
-    def set_in_flight(self, incarnation: str, load: InFlight) -> None:
-        """This router's load on a worker has changed. Ignored if it is not there."""
+    def set_in_flight(self, incarnation: str, work: InFlight) -> None:
+        """This router's work at a worker has changed. Ignored if it is not there."""
         row = self.row(incarnation)
         if row is not None:
-            self.num_seqs[row] = load.num_seqs
-            self.held_blocks[row] = load.num_blocks
-            self.unreported_blocks[row] = load.num_unreported_blocks
-            self.prefill_tokens[row] = load.prefill_tokens
-            self.short_prefill_tokens[row] = load.short_prefill_tokens
+            self.num_seqs[row] = work.num_seqs
+            self.held_blocks[row] = work.num_blocks
+            self.unreported_blocks[row] = work.num_unreported_blocks
+            self.prefill_tokens[row] = work.prefill_tokens
+            self.short_prefill_tokens[row] = work.short_prefill_tokens
 
     def busy_share(self) -> float:
         """Share of workers that have prompts, of this router or of others; 0.0 without workers."""

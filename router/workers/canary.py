@@ -139,12 +139,12 @@ class CanaryRunner:
             raise WorkerLost("the decode worker has just been lost")
         choice = Choice(0, self._request(placement), self._model.tokenizer)
         namespace = f"{self._model.name}{NAMESPACE}{choice.request_id}"
-        request = choice.next_spec(0, eos_token_ids=frozenset(), namespace=namespace)
+        spec = choice.next_spec(0, eos_token_ids=frozenset(), namespace=namespace)
         timeline = Timeline(asyncio.get_running_loop().time)
         timeline.begin_attempt()
         attempt = Attempt(
             choice,
-            replace(request, time_left_s=self._timeout_s, cache_hints=_NO_USE),
+            replace(spec, time_left_s=self._timeout_s, cache_hints=_NO_USE),
             self._in_flight.reserve(placement, choice.num_tokens),
             link=link,
             prefill_client=self._prefill_client,

@@ -81,7 +81,7 @@ class Link(Protocol):
 
     def start(
         self,
-        request: SequenceSpec,
+        spec: SequenceSpec,
         transfer_id: str,
         listener: SequenceListener,
         fork_listeners: Sequence[SequenceListener] = (),
@@ -147,15 +147,15 @@ class DecodeLink:
 
     def start(
         self,
-        request: SequenceSpec,
+        spec: SequenceSpec,
         transfer_id: str,
         listener: SequenceListener,
         fork_listeners: Sequence[SequenceListener] = (),
     ) -> None:
-        self._listeners[request.key] = listener
-        for fork, fork_listener in zip(request.forks, fork_listeners, strict=True):
+        self._listeners[spec.key] = listener
+        for fork, fork_listener in zip(spec.forks, fork_listeners, strict=True):
             self._listeners[fork.key] = fork_listener
-        start = decode_pb2.StartSequence(sequence=wire.spec_to_proto(request), transfer_id=transfer_id)
+        start = decode_pb2.StartSequence(sequence=wire.spec_to_proto(spec), transfer_id=transfer_id)
         self._commands.put_nowait(decode_pb2.AttachRequest(start=start))
 
     def abort(self, key: SequenceKey) -> None:

@@ -63,10 +63,10 @@ class MeshView:
         if self._snapshot is not None:
             self._snapshot.roster(view.info.role).set_load(view)
 
-    def _set_in_flight(self, incarnation: str, load: InFlight) -> None:
+    def _set_in_flight(self, incarnation: str, work: InFlight) -> None:
         if self._snapshot is not None:
             for role in WorkerRole:
-                self._snapshot.roster(role).set_in_flight(incarnation, load)
+                self._snapshot.roster(role).set_in_flight(incarnation, work)
 
     def snapshot(self) -> MeshSnapshot:
         """Return the input of placement, as it is now. Its rosters change with every report."""

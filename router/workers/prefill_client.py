@@ -4,7 +4,6 @@ computes the prompt and sends its KV. Its twin for decode workers is decode_link
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -21,7 +20,7 @@ from mesh.domain.errors import (
     TransferFailed,
     WorkerLost,
 )
-from mesh.domain.prefill import PrefillEvent, PrefillStarted, TransferFinished
+from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted, TransferFinished
 from mesh.domain.request import SequenceSpec
 from mesh.domain.worker import WorkerInfo
 from mesh.rpc.status import ERROR_KEY
@@ -32,21 +31,12 @@ from router.workers.membership import Membership
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ReservedBlocks:
-    """Blocks that a decode worker holds for a prompt's KV, under `transfer_id`."""
-
-    decode: WorkerInfo
-    transfer_id: str
-    ready_tokens: int
-
-
 class PrefillCaller(Protocol):
     """Calls prefill workers. Plug point: PrefillClient, and modelled workers
     (tandem_cli/simulation/workers.py)."""
 
     def run(
-        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
+        self, worker: WorkerInfo, spec: SequenceSpec, destination: KVDestination
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Yield the events of one prefill. Closing the generator cancels it.
 
@@ -67,12 +57,12 @@ class PrefillClient:
         self._timeout_s = timeout_s
 
     async def run(
-        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
+        self, worker: WorkerInfo, spec: SequenceSpec, destination: KVDestination
     ) -> AsyncGenerator[PrefillEvent, None]:
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
-        time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s
+        time_left_s = self._timeout_s if spec.time_left_s is None else spec.time_left_s
         call = stub.Prefill(
-            _message(request, reserved),
+            _message(spec, destination),
             timeout=min(self._timeout_s, time_left_s),
             metadata=self._identity.metadata,
         )
@@ -83,7 +73,7 @@ class PrefillClient:
                     if event is not None:
                         yield event
         except DeadlineExceeded as error:
-            if request.time_left_s is not None and request.time_left_s <= self._timeout_s:
+            if spec.time_left_s is not None and spec.time_left_s <= self._timeout_s:
                 raise
             raise self._error_for_request(worker, error) from error
         except MeshError as error:
@@ -127,16 +117,16 @@ def _is_too_large(error: MeshError) -> bool:
     )
 
 
-def _message(request: SequenceSpec, reserved: ReservedBlocks) -> prefill_pb2.PrefillRequest:
-    proto = prefill_pb2.KvDestination(
-        address=reserved.decode.address,
-        worker_id=reserved.decode.worker_id,
-        incarnation=reserved.decode.incarnation,
-        transfer_id=reserved.transfer_id,
-        ready_tokens=reserved.ready_tokens,
-        ranks=wire.kv_endpoints_to_proto(reserved.decode.kv_endpoints),
+def _message(spec: SequenceSpec, destination: KVDestination) -> prefill_pb2.PrefillRequest:
+    message = prefill_pb2.KvDestination(
+        address=destination.address,
+        worker_id=destination.worker_id,
+        incarnation=destination.incarnation,
+        transfer_id=destination.transfer_id,
+        ready_tokens=destination.ready_tokens,
+        ranks=wire.kv_endpoints_to_proto(destination.kv_endpoints),
     )
-    return prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(request), destination=proto)
+    return prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(spec), destination=message)
 
 
 def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:

@@ -26,6 +26,7 @@ from engine.compiled_code import told_of_compilation
 from engine.cores import threads_born_on
 from engine.kernels.cpu.machine import knows_bf16
 from engine.kernels.cpu.phases import PHASES, cycles_per_ms
+from engine.loop import StepResult
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
 from engine.sequence import SequenceState
@@ -175,7 +176,7 @@ class EngineSteps:
         started: set[str] = set()
         self._add(batch, self._workload.context_tokens, num_new=2 * _NUM_STEPS + batch)
         while len(started) < batch:
-            started |= {output.request_id for output in self._engine.step().outputs}
+            started |= {output.request_id for output in self._step().outputs}
         self._phase_clock.start()
         times = [self._step_ms() for _ in range(_NUM_STEPS)]
         self._phases_ms = self._phase_clock.phases_ms(statistics.mean(times), _NUM_STEPS)
@@ -190,8 +191,15 @@ class EngineSteps:
 
     def _step_ms(self) -> float:
         started = self._clock()
-        self._engine.step()
+        self._step()
         return 1000 * (self._clock() - started)
+
+    def _step(self) -> StepResult:
+        """Raises the error of a sequence that fails: its other steps would never come."""
+        result = self._engine.step()
+        for _, error in result.failed:
+            raise error
+        return result
 
     def _finish(self) -> float:
         total = 0.0

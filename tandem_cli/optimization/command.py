@@ -1,11 +1,14 @@
 """The work of `tandem optimize`: puts the parts together, from the user's files to OUT."""
 
 import argparse
+import errno
+import fcntl
 import json
 import logging
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -65,7 +68,7 @@ def optimize(args: argparse.Namespace) -> int:
         _require_writable(args.out)
         console.print(f"{len(tried)} candidates, {len(questions)} prompts, {recipe.concurrency} at once")
         try:
-            with progress_bar(console) as bar:
+            with only_run(state, args.out / _WORK), progress_bar(console) as bar:
                 progress = ShownProgress(bar)
                 trial = CandidateTrial(
                     recipe.max_prompts, subject, recipe, questions, demand, checkpoints, judge, state, progress
@@ -78,12 +81,31 @@ def optimize(args: argparse.Namespace) -> int:
             console.print("interrupted: the same command goes on where it was", soft_wrap=True)
             raise
         except OSError as error:
-            raise ConfigurationError(f"cannot write {args.out}: {error}") from error
+            advice = "; once there is room, the same command goes on" if error.errno == errno.ENOSPC else ""
+            raise ConfigurationError(f"cannot write {args.out}: {error}{advice}") from error
         except RunFailed as error:
             sys.stderr.write(f"tandem: {tried[0].name} cannot be served: {error}\n")
             return 1
     _show(outcome, args)
     return 0 if outcome.choice is not None else 1
+
+
+@contextmanager
+def only_run(state: State, work: Path) -> Iterator[None]:
+    """Keep other runs from the same OUT: both would save their state and make their checkpoints there. The system
+    releases the lock however the process ends. Raises ConfigurationError, and OSError if it cannot write.
+    """
+    if not state.path.exists():
+        state.save()  # before `work` is there: a folder without it is taken for somebody else's
+    work.mkdir(exist_ok=True)
+    with (work / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(
+                f"another run is writing {work.parent}: wait for its end, or choose another folder for --out"
+            ) from error
+        yield
 
 
 def _require_writable(out: Path) -> None:

@@ -114,9 +114,12 @@ def properties_of(candidate: Candidate, model: str, draft_model: str) -> str:
 
 
 def publish(checkpoint: Path | None, out: Path) -> list[str]:
-    """Put the files of a checkpoint into OUT, without a copy where the disk allows it. Returns their names."""
+    """Put the files of a checkpoint into OUT, without a copy where the disk allows it. Returns their names.
+
+    config.json comes last: without it OUT is no model, should this process be killed meanwhile.
+    """
     names = []
-    for path in sorted(checkpoint.iterdir()) if checkpoint is not None else ():
+    for path in sorted(checkpoint.iterdir(), key=_when_published) if checkpoint is not None else ():
         target = out / path.name
         target.unlink(missing_ok=True)
         try:
@@ -125,6 +128,10 @@ def publish(checkpoint: Path | None, out: Path) -> list[str]:
             shutil.copyfile(path, target)
         names.append(path.name)
     return names
+
+
+def _when_published(path: Path) -> tuple[bool, str]:
+    return path.name == "config.json", path.name
 
 
 def report_json(outcome: Outcome) -> dict[str, Any]:

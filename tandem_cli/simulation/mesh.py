@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from mesh.domain.errors import WorkerLost
-from mesh.domain.prefill import PrefillEvent
+from mesh.domain.prefill import KVDestination, PrefillEvent
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
@@ -24,7 +24,6 @@ from router.journal import Journal
 from router.model_router import ModelRouter
 from router.settings import RouterSettings
 from router.workers.membership import Membership, WorkerView
-from router.workers.prefill_client import ReservedBlocks
 from tandem_cli.model_folders import BUNDLED, write_without_weights
 from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.profile import MeshProfile
@@ -67,12 +66,12 @@ class ModelledPrefills:
         self._links = links
 
     def run(
-        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
+        self, worker: WorkerInfo, spec: SequenceSpec, destination: KVDestination
     ) -> AsyncGenerator[PrefillEvent, None]:
-        prefill, decode = self.workers.get(worker.incarnation), self._links.find(reserved.decode)
+        prefill, decode = self.workers.get(worker.incarnation), self._links.workers.get(destination.incarnation)
         if prefill is None or decode is None:
             raise WorkerLost("the worker is lost")
-        return prefill.run(request, decode)
+        return prefill.run(spec, decode)
 
 
 class SimulatedMesh:

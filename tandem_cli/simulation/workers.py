@@ -114,8 +114,6 @@ class ModelledWorker:
 
 
 class ModelledPrefill(ModelledWorker):
-    """Computes prompts."""
-
     other_role = WorkerRole.DECODE
 
     def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken, neighbours: Neighbours) -> None:
@@ -127,12 +125,12 @@ class ModelledPrefill(ModelledWorker):
     def is_idle(self) -> bool:
         return not self._prompts
 
-    async def run(self, request: SequenceSpec, decode: "ModelledDecode") -> AsyncGenerator[PrefillEvent, None]:
+    async def run(self, spec: SequenceSpec, decode: "ModelledDecode") -> AsyncGenerator[PrefillEvent, None]:
         """Compute one prompt, then hand it over. Raises WorkerDraining or WorkerLost."""
         await asyncio.sleep(self._hop_s + self._longer_s(_NUM_HOPS - 1))
         if self.is_draining:
             raise WorkerDraining("the worker is draining")
-        sequence = SequenceState(request, hand_over=True)
+        sequence = SequenceState(spec, hand_over=True)
         first_token = self._prompts[sequence.key] = self._loop.create_future()
         added_s = self._loop.time()
         self.engine.post(lambda scheduler: scheduler.add(sequence))
@@ -191,14 +189,14 @@ class ModelledDecode(ModelledWorker):
 
     def start(
         self,
-        request: SequenceSpec,
+        spec: SequenceSpec,
         transfer_id: str,
         listener: SequenceListener,
         fork_listeners: Sequence[SequenceListener] = (),
     ) -> None:
         """Start an attempt, as DecodeLink.start. There are no forks."""
-        self._listeners[request.key] = listener
-        self._loop.call_later(self._hop_s, self._begin, request, transfer_id)
+        self._listeners[spec.key] = listener
+        self._loop.call_later(self._hop_s, self._begin, spec, transfer_id)
 
     def abort(self, key: SequenceKey) -> None:
         """Abort an attempt, as DecodeLink.abort."""
@@ -217,8 +215,8 @@ class ModelledDecode(ModelledWorker):
         for listener in listeners.values():
             listener.on_failed(WorkerLost("the decode worker is lost"))
 
-    def _begin(self, request: SequenceSpec, transfer_id: str) -> None:
-        sequence = SequenceState(request)
+    def _begin(self, spec: SequenceSpec, transfer_id: str) -> None:
+        sequence = SequenceState(spec)
         if sequence.key not in self._listeners:
             return
         if self.is_draining:

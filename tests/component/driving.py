@@ -36,8 +36,8 @@ class Driver:
         self.announced: list[tuple[int, int]] = []
         self._left: set[tuple[SequenceState, int]] = set()
 
-    def add(self, request: SequenceSpec) -> Run:
-        run = Run(SequenceState(request))
+    def add(self, spec: SequenceSpec) -> Run:
+        run = Run(SequenceState(spec))
         for preparing in self.runner.prepare([run.sequence]):
             preparing.result(_PREPARE_S)
         return run

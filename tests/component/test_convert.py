@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoint.adapters import read_adapter
 from checkpoint.tensors import open_checkpoint
 from engine.loading.load_runner import load_model_runner
+from engine.quantizer.shards import ShardWriter
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.convert_folder import convert_folder
 from tandem_cli.main import main
@@ -37,6 +39,13 @@ def write_pickled(model_dir: Path, folder: Path, *, num_files: int = 1, **option
         torch.save({name: tensors[name] for name in tensors if weight_map[name] == file_name}, folder / file_name)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return tensors
+
+
+def save(content: object, folder: Path) -> Path:
+    """A model with these weights; returns the file of them."""
+    (folder / "config.json").write_text("{}")
+    torch.save(content, folder / "pytorch_model.bin")
+    return folder / "pytorch_model.bin"
 
 
 def read(folder: Path) -> Tensors:
@@ -84,7 +93,7 @@ def test_a_converted_model_computes_what_transformers_does(
 def test_tied_and_sliced_tensors_are_written_whole(tmp_path: Path) -> None:
     weight = torch.arange(24.0).reshape(4, 6).to(torch.bfloat16)
     wanted = {"embed": weight, "head": weight, "rows": weight[1:3], "turned": weight.T}
-    torch.save(wanted, tmp_path / "pytorch_model.bin")
+    save(wanted, tmp_path)
     convert_folder(tmp_path, tmp_path / "new")
     require_equal(read(tmp_path / "new"), wanted)
 
@@ -114,7 +123,7 @@ def test_an_adapter_beside_its_base_model_is_told_by_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter, base = write_adapter(tmp_path), {"weight": torch.ones(3)}
-    torch.save(base, tmp_path / "pytorch_model.bin")
+    save(base, tmp_path)
     convert_folder(tmp_path, tmp_path / "model")
     require_equal(load_file(tmp_path / "model" / "model.safetensors"), base)
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -137,7 +146,7 @@ def test_an_adapter_without_settings_is_refused(tmp_path: Path) -> None:
 
 def test_negated_views_keep_their_signs(tmp_path: Path) -> None:
     wanted = {"whole": torch._neg_view(torch.arange(4.0)), "half": torch.ones(3, dtype=torch.complex64).conj().imag}
-    torch.save(wanted, tmp_path / "pytorch_model.bin")
+    save(wanted, tmp_path)
     convert_folder(tmp_path, tmp_path / "new")
     require_equal(read(tmp_path / "new"), wanted)
 
@@ -160,8 +169,7 @@ def test_negated_views_keep_their_signs(tmp_path: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and quantised tensors
 def test_tensors_that_are_not_plain_are_named(tmp_path: Path, make: Callable[[], torch.Tensor], kind: str) -> None:
-    path = tmp_path / "pytorch_model.bin"
-    torch.save({"plain": torch.ones(2), "odd": make()}, path)
+    path = save({"plain": torch.ones(2), "odd": make()}, tmp_path)
     with pytest.raises(ConfigurationError, match=f"{path}: tensor odd is {kind}, which cannot be converted: save the"):
         convert_folder(tmp_path, tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -178,14 +186,14 @@ class Evil:
 
 
 def test_code_does_not_run(tmp_path: Path) -> None:
-    torch.save({"weight": torch.ones(2), "other": Evil(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    save({"weight": torch.ones(2), "other": Evil(tmp_path / "ran")}, tmp_path)
     with pytest.raises(ConfigurationError, match=r"has more than weights, which could run code$"):
         convert_folder(tmp_path, tmp_path / "new")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pytorch_model.bin"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "pytorch_model.bin"]
 
 
 def test_a_file_of_another_kind_is_named_without_advice_to_run_it(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"garbage")
+    save({}, tmp_path).write_bytes(b"garbage")
     with pytest.raises(
         ConfigurationError, match=r"pytorch_model\.bin is no checkpoint of PyTorch, or has more"
     ) as raised:
@@ -202,7 +210,7 @@ def test_a_file_of_another_kind_is_named_without_advice_to_run_it(tmp_path: Path
     ],
 )
 def test_other_contents_are_named(tmp_path: Path, content: object, reason: str) -> None:
-    torch.save(content, tmp_path / "pytorch_model.bin")
+    save(content, tmp_path)
     with pytest.raises(ConfigurationError, match=rf"pytorch_model\.bin {reason}"):
         convert_folder(tmp_path, tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -210,7 +218,7 @@ def test_other_contents_are_named(tmp_path: Path, content: object, reason: str) 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x05.", b"\x80\x02h\x00.", b"PK\x03\x04" + bytes(100)])
 def test_damaged_pickles_are_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    save({}, tmp_path).write_bytes(content)
     with pytest.raises(
         ConfigurationError, match=r"pytorch_model\.bin is (truncated or )?no checkpoint of PyTorch\S* \w"
     ):
@@ -220,7 +228,7 @@ def test_damaged_pickles_are_named(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["\ud800", "__metadata__"])
 def test_names_that_cannot_be_written_are_named(tmp_path: Path, name: str) -> None:
-    torch.save({"x": torch.ones(3), name: torch.ones(3)}, tmp_path / "pytorch_model.bin")
+    save({"x": torch.ones(3), name: torch.ones(3)}, tmp_path)
     with pytest.raises(
         ConfigurationError, match=r"pytorch_model\.bin: a tensor is named '.*', which safetensors cannot hold"
     ):
@@ -259,5 +267,65 @@ def test_broken_files_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
 def test_an_index_that_is_none_is_named(tmp_path: Path, weight_map: object, reason: str) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigurationError, match=rf"pytorch_model\.bin\.index\.json.* {reason}"):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_broken_generation_config_is_named(tmp_path: Path) -> None:
+    save({"x": torch.ones(3)}, tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=rf"^{tmp_path}/generation_config.json is not valid JSON"):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "has weights without config.json: copy the model's own file there"),
+        ("[", "config.json is not valid JSON"),
+    ],
+)
+def test_weights_without_a_config_are_refused(tmp_path: Path, content: str | None, reason: str) -> None:
+    save({"x": torch.ones(3)}, tmp_path)
+    if content is None:
+        (tmp_path / "config.json").unlink()
+    else:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigurationError, match=reason):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_weights_that_change_meanwhile_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, add = save({"x": torch.ones(3), "y": torch.ones(3)}, tmp_path), ShardWriter.add
+
+    def add_and_change(writer: ShardWriter, name: str, tensor: torch.Tensor) -> None:
+        add(writer, name, tensor)
+        if name == "x":
+            path.rename(tmp_path / "before")
+            torch.save({"x": torch.zeros(3), "y": torch.zeros(3)}, path)
+
+    monkeypatch.setattr(ShardWriter, "add", add_and_change)
+    with pytest.raises(
+        ConfigurationError, match=rf"^{path} has changed since the run began, so nothing is written: run"
+    ):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "config.json", "pytorch_model.bin"]
+
+
+def test_a_file_that_is_cut_off_meanwhile_is_named_and_not_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save({"x": torch.ones(100_000)}, tmp_path)
+
+    def cut_and_save(*_: object) -> None:
+        os.truncate(path, 1000)
+        raise SafetensorError("I/O error: Bad address (os error 14)")  # of the pages that are gone
+
+    monkeypatch.setattr("engine.quantizer.shards.save_file", cut_and_save)
+    with pytest.raises(
+        ConfigurationError, match=rf"^{path} has changed since the run began, so nothing is written: run"
+    ):
         convert_folder(tmp_path, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -1,15 +1,19 @@
 """Measurements of the machine and of the engine without a mesh: that they run, not what they find."""
 
 import json
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engine.runner_settings import RunnerSettings
+from mesh.domain.errors import ModelFailed
 from tandem_cli.capacity import measurement
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
 from tandem_cli.capacity.roofline import Precision
 from tandem_cli.main import main
 from tandem_cli.model_folders import BUNDLED
+from tests.component.checkpoints import build_checkpoint
 
 
 def test_steps_of_the_engine_alone() -> None:
@@ -18,6 +22,18 @@ def test_steps_of_the_engine_alone() -> None:
         assert steps.prompt_ms() > 0
         assert steps.decode_ms(1) > 0
         assert steps.decode_ms(3) > 0
+
+
+def test_a_model_whose_numbers_overflow_is_named(tmp_path: Path) -> None:
+    """Its sequences fail, so a measurement that waited for their tokens would never end."""
+    file = build_checkpoint("llama-tied", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"].fill_(3e38)
+    save_file(tensors, file)
+    steps = EngineSteps(StepWorkload(tmp_path, "none", max_batch=1, prompt_tokens=20, context_tokens=40))
+    for measure in (steps.prompt_ms, lambda: steps.decode_ms(1)):
+        with pytest.raises(ModelFailed, match="NaN or infinity"):
+            measure()
 
 
 def test_steps_are_captured_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,11 +41,17 @@ def batch_of(number: int, size: int) -> list[SequenceState]:
 def test_the_same_tokens_and_log_probs_as_on_cpu(num_draws: int) -> None:
     host, device = Sampler(), on_device()
     for number in range(num_draws // BATCH):
-        sequences, logits = batch_of(number, BATCH), logits_for(BATCH, seed=number)
+        sequences, logits = batch_of(number, BATCH), without_ties(logits_for(BATCH, seed=number))
         ours, theirs = sample(device, logits, sequences), sample(host, logits, sequences)
         assert [token.id for token in ours] == [token.id for token in theirs]
         assert [top.id for token in ours for top in token.top] == [top.id for token in theirs for top in token.top]
         np.testing.assert_allclose(logprobs(ours), logprobs(theirs), rtol=1e-6, atol=1e-6)
+
+
+def without_ties(logits: Tensor) -> Tensor:
+    """Rows in the same order. That of equal logits in `top_logprobs` is torch's choice."""
+    values, order = logits.sort(1)
+    return torch.empty_like(logits).scatter_(1, order, values + 1e-4 * torch.arange(logits.shape[1]))
 
 
 def logprobs(tokens: list[SampledToken]) -> list[float | None]:
@@ -62,6 +68,14 @@ def test_nothing_is_read_back_while_tokens_are_drawn(case: int | None) -> None:
     assert {tensor.device for tensor in drawn.tensors} == {DEVICE}
     assert drawn.tensors[0].shape == (len(sequences),)
     assert (copies.num_sent, copies.read) == (1, [])
+
+
+def test_nothing_is_read_back_while_masks_are_applied() -> None:
+    bits = np.zeros((2, VOCAB_SIZE // 8), np.uint8)
+    masks = FakeCopies().to_device({"masked": np.array([2, 0]), "mask_bits": bits})
+    logits = torch.empty((3, VOCAB_SIZE), device=DEVICE)
+    with no_waiting():
+        assert DeviceRows().copied(logits, masks).shape == logits.shape
 
 
 class ReadsOnTheWay(DeviceRows):

@@ -26,6 +26,7 @@ from checkpoint.source import ModelSource
 from checkpoint.tokenizer_files import load_tokenizer
 from engine.loading.load_runner import load_model_runner
 from engine.models.read_config import load_config
+from engine.quantizer.shards import ShardWriter
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.convert_folder import convert_folder
 from tandem_cli.convert_gguf import convert_gguf
@@ -273,3 +274,28 @@ def test_numbers_are_those_of_the_package(tmp_path: Path) -> None:
     file = open_gguf(write_gguf(model_dir, tmp_path / "model.gguf", "Q8_0"))
     stored = weights(model_dir)["model.embed_tokens.weight"].numpy()
     assert np.abs(file.read("token_embd.weight") - stored).max() <= np.abs(stored).max() / 127
+
+
+def test_a_file_that_changes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
+    add = ShardWriter.add
+
+    def add_and_change(writer: ShardWriter, name: str, tensor: torch.Tensor) -> None:
+        add(writer, name, tensor)
+        os.utime(path, ns=(0, 0))
+
+    monkeypatch.setattr(ShardWriter, "add", add_and_change)
+    with pytest.raises(
+        ConfigurationError, match=rf"^{path} has changed since the run began, so nothing is written: run"
+    ):
+        convert_gguf(path, tmp_path / "out", None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf"]
+
+
+def test_a_broken_file_beside_a_tokenizer_is_named(tmp_path: Path) -> None:
+    model_dir = write_model(MODELS["llama"](), tmp_path / "model")
+    path = write_gguf(model_dir, tmp_path / "model.gguf")
+    (model_dir / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=rf"^{model_dir}/generation_config.json is not valid JSON"):
+        convert_gguf(path, tmp_path / "out", model_dir)
+    assert not (tmp_path / "out").exists()

@@ -17,8 +17,10 @@ from mesh.domain.errors import ConfigurationError
 from tandem_cli.main import main
 from tandem_cli.optimization.candidate_trial import Judged, compare_distributions, runner_settings
 from tandem_cli.optimization.candidates import BASE
+from tandem_cli.optimization.command import only_run
 from tandem_cli.optimization.questions import Question, read_questions
 from tandem_cli.optimization.recipe import Recipe
+from tandem_cli.optimization.search import State
 from tandem_cli.optimization.subject import Checkpoints, Subject
 from tests.component.arms import settings
 from tests.component.encoder_decoders import build_encoder_decoder
@@ -197,3 +199,16 @@ def test_bad_input_of_the_command_is_named(
         assert f"cannot write {unwritable}: {reason}" in refusal
         assert "candidates" not in refusal, "nothing has begun"
     assert not out.exists()
+
+
+def test_another_run_in_the_same_folder_is_refused_and_one_after_it_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    state = State.open(out / "state.json", {}, [])
+    with only_run(state, out / "work"):
+        again = State.open(out / "state.json", {}, [])
+        with pytest.raises(
+            ConfigurationError, match=f"^another run is writing {out}: wait for its end, or choose another"
+        ):
+            only_run(again, out / "work").__enter__()
+    with only_run(State.open(out / "state.json", {}, []), out / "work"):
+        pass

@@ -16,6 +16,7 @@ from checkpoint.new_folder import _locked
 from checkpoint.partition_manifest import MANIFEST, read_partition
 from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
+from engine.models.packed_weights import PackedDecoder, write_packed
 from engine.models.share import ALONE
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
@@ -273,16 +274,72 @@ def test_partitions_are_for_cpus(
 def test_a_signal_in_the_middle_leaves_nothing(
     checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor what a process that was killed has left; the folder of one that writes stays."""
+    """Nor what a process that was killed has left; the folder of one that writes another model stays."""
     load_arm(checkpoint("llama"), "compiled")
-    for number in ("1", "2"):
-        (tmp_path / f".out.{number}.partial").mkdir()
+    for name in ("out.1", "other.2"):
+        (tmp_path / f".{name}.partial").mkdir()
     (tmp_path / ".out.old").mkdir()
     monkeypatch.setattr("sys.argv", ["tandem", "partition", str(checkpoint("llama")), str(tmp_path / "out")])
     monkeypatch.setattr("engine.loading.partition.write_packed", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    with _locked(tmp_path / ".out.2.partial"):
+    with _locked(tmp_path / ".other.2.partial"):
         assert exit_status_of(main) == 128 + signal.SIGTERM
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.2.partial", ".out.old"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.2.partial", ".out.old"]
+
+
+@pytest.mark.parametrize("change", ["other weights", "other settings", "broken"])
+def test_a_checkpoint_that_changes_meanwhile_is_named(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    path = model_dir / ("tokenizer_config.json" if change == "other settings" else "model.safetensors")
+
+    def write_and_change(packed_path: Path, packed: PackedDecoder) -> None:
+        write_packed(packed_path, packed)
+        if change != "other settings":
+            edit_weights(model_dir, lambda stored: stored["model.embed_tokens.weight"][3].add_(1.0))
+        else:
+            path.write_text('{"model_max_length": 7}')
+        if change == "broken":  # as numbers are that are read while they are written
+            raise ConfigurationError("5 of 7 numbers are NaN")
+
+    monkeypatch.setattr("engine.loading.partition.write_packed", write_and_change)
+    assert main(["partition", str(model_dir), str(tmp_path / "to" / "out")]) == 2
+    assert f"{path} has changed since the run began, so nothing is written: run it again" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--reuse",)])
+@pytest.mark.parametrize("name", [".", "config.json"])
+def test_an_out_that_is_no_partition_stays(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    name: str,
+) -> None:
+    """Such as the model itself, by a link, or a file. It is found before the weights are read."""
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    out = tmp_path / "out"
+    out.symlink_to(model_dir / name)
+    (model_dir / "model.safetensors").unlink()
+    before = sorted(model_dir.iterdir())
+    assert main(["partition", *flags, str(model_dir), str(out)]) == 2
+    assert f"{out} exists already: remove it, or choose another folder" in capsys.readouterr().err
+    assert sorted(model_dir.iterdir()) == before
+
+
+def test_a_partition_may_lie_in_its_checkpoint(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    before = sorted(model_dir.iterdir())
+    out = partitioned(model_dir, model_dir / "parts")
+    assert sorted(model_dir.iterdir()) == sorted([*before, out])
+    assert main(["partition", "--reuse", str(model_dir), str(out)]) == 0
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(

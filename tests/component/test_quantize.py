@@ -426,7 +426,7 @@ def test_a_disk_without_room_is_named_before_the_work(
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     assert main(words) == 2
     assert re.search(rf"{out} takes about 0\.\d MB, and 0\.0 MB are free there: make room", capsys.readouterr().err)
-    assert not list(out.parent.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
 @pytest.mark.parametrize("change", ["other weights", "cut off", "gone"])
@@ -502,3 +502,35 @@ def test_prompts_that_overflow_are_named(
     assert main(words) == 2
     assert "layer 1: activations of the prompts are NaN or infinite: check that" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "is not valid JSON"),
+        ('{"eos_token_id": "2"}', "eos_token_id must be a token id or a list of them, got '2'"),
+        (None, "is no file, or a link that leads nowhere: remove it"),
+    ],
+)
+@pytest.mark.parametrize("command", ["quantize", "partition"])
+def test_a_broken_generation_config_is_named_before_the_work(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    content: str | None,
+    reason: str,
+) -> None:
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    path = model_dir / "generation_config.json"
+    path.unlink(missing_ok=True)
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+    flags = ["--scheme=fp8", f"--data={tmp_path / 'none.jsonl'}"] if command == "quantize" else []
+    assert main([command, str(model_dir), str(tmp_path / "out"), *flags]) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert reason in said
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

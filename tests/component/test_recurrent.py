@@ -82,9 +82,9 @@ def test_prompts_say_the_same_behind_a_snapshot(
     assert num_cached == cached
 
 
-def with_forks(request: SequenceSpec) -> list[SequenceState]:
-    sequence = SequenceState(request)
-    sequence.forks = [SequenceState(fork) for fork in request.forked()]
+def with_forks(spec: SequenceSpec) -> list[SequenceState]:
+    sequence = SequenceState(spec)
+    sequence.forks = [SequenceState(fork) for fork in spec.forked()]
     return [sequence]
 
 

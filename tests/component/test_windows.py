@@ -87,9 +87,9 @@ def new_scheduler(
     return Scheduler(config, BlockPool(num_blocks))
 
 
-def with_forks(request: SequenceSpec) -> SequenceState:
-    sequence = SequenceState(request)
-    sequence.forks = [SequenceState(replace(request, request_id=f"{request.request_id}-{fork}")) for fork in range(2)]
+def with_forks(spec: SequenceSpec) -> SequenceState:
+    sequence = SequenceState(spec)
+    sequence.forks = [SequenceState(replace(spec, request_id=f"{spec.request_id}-{fork}")) for fork in range(2)]
     return sequence
 
 

@@ -51,17 +51,17 @@ def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def is_canary(request: SequenceSpec) -> bool:
+def is_canary(spec: SequenceSpec) -> bool:
     """True for a request of the router's own."""
-    return NAMESPACE in request.cache_namespace
+    return NAMESPACE in spec.cache_namespace
 
 
 class FakeModel:
     """Generates the tokens of one attempt."""
 
-    def __init__(self, request: SequenceSpec) -> None:
-        self.request = request
-        self._ids = list(request.token_ids)
+    def __init__(self, spec: SequenceSpec) -> None:
+        self.request = spec
+        self._ids = list(spec.token_ids)
 
     def step(self, *, with_prompt: bool = False, cached_tokens: int = 0) -> SequenceOutput:
         request = self.request
@@ -387,8 +387,8 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
                     session.tasks[key].cancel()
                 self.aborted.add(key)
 
-    def _script(self, request: SequenceSpec) -> DecodeScript:
-        if is_canary(request):
+    def _script(self, spec: SequenceSpec) -> DecodeScript:
+        if is_canary(spec):
             return self.canary
         return self.scripts.pop(0) if self.scripts else DecodeScript()
 

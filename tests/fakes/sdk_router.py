@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
+from mesh.rpc.server import start_serving
 from tandem.v1 import generation_pb2 as pb
 from tandem.v1 import generation_pb2_grpc, mesh_pb2, mesh_pb2_grpc, sampling_pb2
 
@@ -307,7 +308,7 @@ class FakeRouter:
         name = f"127.0.0.1:{port}"
         port = self._server.add_secure_port(name, tls) if tls else self._server.add_insecure_port(name)
         self.address = f"127.0.0.1:{port}"
-        await self._server.start()
+        await start_serving(self._server)
 
     async def set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
@@ -321,9 +322,9 @@ class FakeRouter:
 async def running_router(script: Script | None = None, port: int = 0) -> AsyncIterator[FakeRouter]:
     """A fake router that serves until the block ends."""
     router = FakeRouter(script or Script())
-    await router.start(port)
-    await router.set_serving(True)
     try:
+        await router.start(port)
+        await router.set_serving(True)
         yield router
     finally:
         await router.stop()

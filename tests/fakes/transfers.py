@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvtransfer import ExpectedTransfer, KVReceiver, ReceiverCallbacks, TransferSettings
 from kvtransfer.chunks import ChunkRange, Digest, chunk_seed, transfer_seed
-from kvtransfer.messages import Ack, Chunk, Commit, Granted, ReceiverMessage, SenderMessage, TransferOpen
+from kvtransfer.messages import Ack, Commit, Granted, ReceiverMessage, SenderMessage, TransferChunk, TransferOpen
 from kvtransfer.store import KVStore
 from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import MeshError
@@ -32,16 +32,16 @@ def open_message(store: KVStore, reservation: ExpectedTransfer) -> TransferOpen:
 
 def make_chunk(
     store: KVStore, reservation: ExpectedTransfer, block_ids: Sequence[int], number: int, place: ChunkRange
-) -> Chunk:
+) -> TransferChunk:
     """`block_ids` is the sender's block table."""
     payload = bytearray(place.num_bytes(store.layout))
     ids = block_ids[place.blocks.first : place.blocks.end]
     seed = chunk_seed(transfer_seed(reservation.transfer_id, reservation.attempt), number, place, len(payload))
     checksum = store.copy_out(ids, place.span, memoryview(payload), seed)
-    return Chunk(number, place, len(payload), checksum, Payload(bytes(payload)))
+    return TransferChunk(number, place, len(payload), checksum, Payload(bytes(payload)))
 
 
-def make_commit(reservation: ExpectedTransfer, chunks: Sequence[Chunk]) -> Commit:
+def make_commit(reservation: ExpectedTransfer, chunks: Sequence[TransferChunk]) -> Commit:
     digest = Digest()
     for chunk in chunks:
         digest.add(chunk.checksum)
@@ -89,12 +89,12 @@ class Conversation:
         for message in self._messages:
             if not self._hasty:
                 await self._allowed(message, num_chunks)
-            num_chunks += isinstance(message, Chunk)
+            num_chunks += isinstance(message, TransferChunk)
             yield message
 
     async def _allowed(self, message: SenderMessage, num_chunks: int) -> None:
         async with self._replied:
-            if isinstance(message, Chunk):
+            if isinstance(message, TransferChunk):
                 await self._replied.wait_for(lambda: num_chunks - self._num_acks() < self._credit())
             elif isinstance(message, Commit):
                 await self._replied.wait_for(lambda: self._num_acks() == num_chunks)

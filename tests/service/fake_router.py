@@ -52,18 +52,18 @@ class FakeRouter:
     def box(self, request_id: str) -> Inbox:
         return self.inbox.setdefault(request_id, Inbox())
 
-    async def start(self, request: SequenceSpec, transfer_id: str = "") -> None:
-        start = decode_pb2.StartSequence(sequence=wire.spec_to_proto(request), transfer_id=transfer_id)
+    async def start(self, spec: SequenceSpec, transfer_id: str = "") -> None:
+        start = decode_pb2.StartSequence(sequence=wire.spec_to_proto(spec), transfer_id=transfer_id)
         async with self.writing:
             await self.attach.write(decode_pb2.AttachRequest(start=start))
 
-    async def abort(self, request: SequenceSpec) -> None:
-        abort = decode_pb2.AbortSequence(request_id=request.request_id, attempt=request.attempt)
+    async def abort(self, spec: SequenceSpec) -> None:
+        abort = decode_pb2.AbortSequence(request_id=spec.request_id, attempt=spec.attempt)
         async with self.writing:
             await self.attach.write(decode_pb2.AttachRequest(abort=abort))
 
     def prefill(
-        self, request: SequenceSpec, transfer_id: str, ready_tokens: int, timeout_s: float = 60
+        self, spec: SequenceSpec, transfer_id: str, ready_tokens: int, timeout_s: float = 60
     ) -> grpc.aio.UnaryStreamCall:
         destination = prefill_pb2.KvDestination(
             address=self.rig.decode_address,
@@ -72,28 +72,28 @@ class FakeRouter:
             transfer_id=transfer_id,
             ready_tokens=ready_tokens,
         )
-        message = prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(request), destination=destination)
+        message = prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(spec), destination=destination)
         return self.prefill_stub.Prefill(message, metadata=MESH_KEY.metadata(), timeout=timeout_s)
 
-    async def run(self, request: SequenceSpec) -> list[int]:
+    async def run(self, spec: SequenceSpec) -> list[int]:
         """The whole way through both workers; generated token ids."""
         transfer_id = mint_id()
-        await self.start(request, transfer_id)
-        reserved = (await self.box(request.request_id).get()).reserved
+        await self.start(spec, transfer_id)
+        reserved = (await self.box(spec.request_id).get()).reserved
         ids: list[int] = []
-        async for message in self.prefill(request, transfer_id, reserved.ready_tokens):
+        async for message in self.prefill(spec, transfer_id, reserved.ready_tokens):
             if message.HasField("first_token"):
                 ids += [token.id for token in message.first_token.tokens]
                 if message.first_token.finish_reason:
-                    await self.abort(request)
+                    await self.abort(spec)
                     return ids
-        return ids + await self.collect(request)
+        return ids + await self.collect(spec)
 
-    async def collect(self, request: SequenceSpec) -> list[int]:
+    async def collect(self, spec: SequenceSpec) -> list[int]:
         """Tokens from the decode worker until it finishes the sequence."""
         ids: list[int] = []
         while True:
-            message = await self.box(request.request_id).get()
+            message = await self.box(spec.request_id).get()
             assert message.HasField("step"), message
             output = message.step.outputs[0]
             ids += [token.id for token in output.tokens]

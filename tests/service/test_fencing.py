@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import grpc
 import pytest
 
-from kvtransfer.messages import Chunk, Commit, SenderMessage, TransferOpen
+from kvtransfer.messages import Commit, SenderMessage, TransferChunk, TransferOpen
 from kvtransfer.transports.base import Payload
 from mesh.domain.request import mint_id
 from mesh.v1 import decode_pb2
@@ -58,7 +58,7 @@ def with_payload(change: Callable[[bytes], bytes]) -> Spoil:
 
     def spoil(messages: list[SenderMessage]) -> list[SenderMessage]:
         chunk = messages[2]
-        assert isinstance(chunk, Chunk)
+        assert isinstance(chunk, TransferChunk)
         messages[2] = replace(chunk, payload=Payload(change(chunk.payload.inline)))
         return messages
 

@@ -49,6 +49,34 @@ def runner(tmp_path: Path, source: str) -> AbstractAsyncContextManager[PeerProce
     return running("fake", (sys.executable, str(script)))
 
 
+LEAVES_A_FILE = """
+import json, os, signal, sys, tempfile
+print(json.dumps({"ready": True}), flush=True)
+sys.stdin.readline()
+file, path = tempfile.mkstemp()
+print(json.dumps({"id": 1, "tokens": [path, os.environ["TORCHINDUCTOR_CACHE_DIR"]]}), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+async def test_a_runner_that_is_killed_leaves_no_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the one that vLLM's processes meet in. What has been compiled is kept for the next runner."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    async with runner(tmp_path, LEAVES_A_FILE) as peer:
+        stream = peer.stream([1], 1)
+        path, compiled = map(str, await anext(stream))
+        with pytest.raises(PeerFailed, match="ended with exit status -9"):
+            await anext(stream)
+    assert Path(path).parent.parent == temporary
+    assert compiled.startswith(f"{temporary}/torchinductor_")
+    assert list(temporary.iterdir()) == []
+
+
 async def test_streams_of_a_runner_run_at_the_same_time_and_bring_all_tokens(tmp_path: Path) -> None:
     load = Workload(num_clients=3, requests_per_client=2, input_tokens=4, output_tokens=5)
     async with runner(tmp_path, ECHO) as peer:

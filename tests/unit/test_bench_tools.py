@@ -2,13 +2,15 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 
-from bench.arithmetic import ARITHMETICS, operations_per_s
+from bench.arithmetic import ARITHMETICS, Loop, operations_per_s
 from bench.context import Point, main, medians_of, request
 from bench.guard import compare
 from bench.limits import read_comparison, roofline, tokens_per_s
@@ -148,3 +150,21 @@ def test_prompts_that_a_shape_has_no_room_for_are_refused(
     with pytest.raises(SystemExit):
         main()
     assert "135m has room for prompts of 2032 tokens" in capsys.readouterr().err
+
+
+class InterruptedPool(ThreadPoolExecutor):
+    """A signal comes when the first thread has begun and the others have not."""
+
+    def map(self, task: Callable[[int], object], numbers: Iterable[int], **_: object) -> NoReturn:
+        self.submit(task, next(iter(numbers)))
+        raise KeyboardInterrupt
+
+
+def test_a_signal_between_the_starts_of_threads_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one would wait for the others for ever."""
+    loop = Loop(lambda passes: None, 1)
+    monkeypatch.setattr("bench.arithmetic._loops", lambda: {"int8": loop})
+    monkeypatch.setattr("bench.arithmetic._passes_of", lambda loop: 1)
+    monkeypatch.setattr("bench.arithmetic.ThreadPoolExecutor", InterruptedPool)
+    with pytest.raises(KeyboardInterrupt):
+        operations_per_s("int8", 2)

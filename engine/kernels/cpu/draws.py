@@ -87,8 +87,10 @@ def draw_rows(kinds: Kinds, addresses: Addresses, _: Range) -> None:
 def _draw(row: Address, num_columns: int, limits: NDArray[np.float64], scratch: DrawScratch) -> int:
     values, weights = scratch.values, scratch.weights
     temperature, num_vectors = np.float32(limits[TEMPERATURE]), len(values) // LANES
-    _divide(row, num_columns // LANES, temperature, address(values))
-    for i in range(num_columns // LANES * LANES, num_columns):
+    num_whole = num_columns // LANES
+    if num_whole > 0:
+        _divide(row, num_whole, temperature, address(values))
+    for i in range(num_whole * LANES, num_columns):
         values[i] = read_float(row + i * FLOAT_BYTES)
     if num_columns % LANES:
         last = address(values) + (num_vectors - 1) * VECTOR_BYTES

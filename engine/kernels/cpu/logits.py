@@ -1,13 +1,18 @@
-"""All that log-probabilities need of each row of logits."""
+"""All that log-probabilities need of each row of logits; and copies of rows, with masks."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Floats, Int64s, Matrix
-from engine.kernels.cpu.compiler import entry
+from engine.kernels.cpu.arguments import Address, Floats, Int64s, Matrix, Range
+from engine.kernels.cpu.barrier import share_of
+from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
+from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load
 from engine.kernels.cpu.vectors import address, index_of_largest, read_float, sum_of_exponents
+
+_BLOCK = 256
+"""Columns of which none is looked at if the largest is too small."""
 
 
 class Summaries(NamedTuple):
@@ -52,3 +57,52 @@ def summarise(logits: Floats) -> Summaries:
     rows = Matrix(logits.ctypes.data, logits.strides[0])
     _summarise(rows, logits.shape[1], tails, summaries)
     return summaries
+
+
+class Tops(NamedTuple):
+    """Rows of fp32 logits, and their largest values in falling order, of equal ones the first."""
+
+    logits: Matrix
+    num_columns: int
+    rows: Int64s  # [tops]: of the logits
+    values: Floats  # [tops, number of values], written
+    columns: Int64s  # [tops, number of values], written
+
+
+@Kernel
+def find_tops(kinds: Kinds, addresses: Addresses, _: Range) -> None:
+    """Find the largest values of each row. Every thread runs this kernel, on Tops, anything twice, and Team."""
+    tops, _, _, team = load(kinds, addresses)
+    own = share_of(len(tops.rows), team.thread, team.num_threads)
+    for i in range(own.first, own.end):
+        row = tops.logits.address + tops.rows[i] * tops.logits.step
+        _find_top(row, tops.num_columns, tops.values[i], tops.columns[i])
+
+
+@jit
+def _find_top(row: Address, num_columns: int, values: Floats, columns: Int64s) -> None:
+    count = len(values)
+    for column in range(count):
+        _insert(read_float(row + column * FLOAT_BYTES), column, column, values, columns)
+    for first in range(count, num_columns, _BLOCK):
+        end = min(first + _BLOCK, num_columns)
+        num_vectors = (end - first) // LANES
+        unseen = first
+        if num_vectors > 0:
+            largest = first + index_of_largest(row + first * FLOAT_BYTES, num_vectors)
+            if read_float(row + largest * FLOAT_BYTES) <= values[count - 1]:
+                unseen = first + num_vectors * LANES
+        for column in range(unseen, end):
+            value = read_float(row + column * FLOAT_BYTES)
+            if value > values[count - 1]:
+                _insert(value, column, count - 1, values, columns)
+
+
+@jit
+def _insert(value: np.float32, column: int, num_kept: int, values: Floats, columns: Int64s) -> None:
+    """Insert a value into the first `num_kept`, which are in falling order; the one behind them is lost."""
+    place = num_kept
+    while place > 0 and value > values[place - 1]:
+        values[place], columns[place] = values[place - 1], columns[place - 1]
+        place -= 1
+    values[place], columns[place] = value, column

@@ -67,6 +67,9 @@ class Stack:
 class EncoderDecoder:
     """An encoder-decoder transformer. The constructor takes all parameters."""
 
+    phase_cycles = None
+    borrows_cores = False
+
     def __init__(self, config: EncoderDecoderConfig, parameters: Parameters, memory: DecoderMemory) -> None:
         self.config = config
         self.num_torch_threads = torch.get_num_threads()
@@ -86,14 +89,6 @@ class EncoderDecoder:
     @cached_property
     def row_math(self) -> RowMath:
         return rows_for(self._embed.device)
-
-    @property
-    def phase_cycles(self) -> None:
-        return None
-
-    @property
-    def borrows_cores(self) -> bool:
-        return False
 
     def use_cores(self, lent: Cores) -> None:
         """Ignores lent cores, like Decoder."""

@@ -88,12 +88,12 @@ class LayerStates(NamedTuple):
         return self._replace(tables=self.tables[first:end])
 
     def read(self) -> Tensor:
-        """A copy [num_seqs, numbers]."""
+        """Return a copy of the states [num_seqs, numbers]."""
         found = self.rows.index_select(0, self._places().flatten())
         return found.view(len(self.tables), -1)[:, : self.numbers]
 
     def write(self, states: Tensor) -> None:
-        """Replace them: [num_seqs, numbers]."""
+        """Replace the states [num_seqs, numbers]."""
         padded = len(self.block) * self.rows.shape[1]
         if padded > self.numbers:
             states = torch.nn.functional.pad(states, (0, padded - self.numbers))

@@ -100,14 +100,13 @@ async def test_what_changes_during_a_slow_write_is_sent_at_once() -> None:
     agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
     states: asyncio.Queue[WorkerState] = asyncio.Queue()
 
-    class SlowSink:
-        async def write(self, request: worker_pb2.RegisterRequest) -> None:
-            states.put_nowait(wire.state_from_proto(request.heartbeat.state))
-            if states.qsize() == 1:
-                agent.state = WorkerState.DRAINING
-                agent.heartbeat_now()
+    async def write(request: worker_pb2.RegisterRequest) -> None:
+        states.put_nowait(wire.state_from_proto(request.heartbeat.state))
+        if states.qsize() == 1:
+            agent.state = WorkerState.DRAINING
+            agent.heartbeat_now()
 
-    sending = asyncio.create_task(agent.send_heartbeats(SlowSink(), interval_s=3600))
+    sending = asyncio.create_task(agent.send_heartbeats(write, interval_s=3600))
     async with asyncio.timeout(LIMIT_S):
         assert await states.get() is WorkerState.READY
         assert await states.get() is WorkerState.DRAINING

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -42,6 +43,19 @@ async def call(error: Exception) -> grpc.aio.AioRpcError:
             await worker_pb2_grpc.WorkerStub(channel).GetWorker(worker_pb2.GetWorkerRequest(), timeout=5)
     await server.stop(0)
     return raised.value
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+async def test_a_server_whose_start_is_cancelled_can_be_stopped(num_steps: int) -> None:
+    server = Server(Listen("127.0.0.1", 0))
+    starting = asyncio.create_task(server.start([]))
+    for _ in range(num_steps):  # of the event loop
+        await asyncio.sleep(0)
+    starting.cancel()
+    async with asyncio.timeout(LIMIT_S):
+        with suppress(asyncio.CancelledError):
+            await starting
+        await server.stop(0)
 
 
 def test_every_error_has_a_status() -> None:

@@ -7,13 +7,14 @@ import grpc
 import pytest
 
 from mesh.domain import errors
+from mesh.domain.prefill import KVDestination
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerState
 from mesh.rpc.credentials import Credentials
 from router.workers.canary import NAMESPACE
 from router.workers.connections import RouterIdentity
 from router.workers.health import Trust
-from router.workers.prefill_client import PrefillClient, ReservedBlocks
+from router.workers.prefill_client import PrefillClient
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.defects import Repaired
 from tests.evidence import Evidence
@@ -318,9 +319,9 @@ async def test_a_request_that_runs_out_of_time_blames_nobody(
     prefill.scripts = [hangs()]
     caller = RouterIdentity("test", Credentials())
     client = PrefillClient(mesh.router.membership, mesh.router._channels, caller, timeout_s=timeout_s)
-    request = make_spec("r", PROMPT, time_left_s=time_left_s)
+    spec = make_spec("r", PROMPT, time_left_s=time_left_s)
     with pytest.raises(expected):
-        async for _ in client.run(prefill.info, request, ReservedBlocks(decode.info, "t", 0)):
+        async for _ in client.run(prefill.info, spec, KVDestination.at(decode.info, "t", 0)):
             pass
 
 

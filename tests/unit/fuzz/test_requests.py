@@ -67,11 +67,11 @@ REGISTERS = [
 @given(near(SEQUENCES))
 def test_sequences(raw: bytes) -> None:
     try:
-        request = wire.spec_from_proto(sequence_pb2.SequenceSpec.FromString(raw))
+        spec = wire.spec_from_proto(sequence_pb2.SequenceSpec.FromString(raw))
     except (DecodeError, MeshError):
         return
-    assert 1 <= request.num_prompt_tokens <= len(request.token_ids) < request.max_total_tokens
-    wire.spec_to_proto(request)
+    assert 1 <= spec.num_prompt_tokens <= len(spec.token_ids) < spec.max_total_tokens
+    wire.spec_to_proto(spec)
 
 
 @fuzzed
@@ -92,9 +92,9 @@ class OneTokenEach:
     """In place of the mesh: every choice is one token and then the end of its budget."""
 
     async def run(self, choice: Any, timeline: Any, deadline_s: float | None) -> None:
-        request = choice.next_spec(0, eos_token_ids=frozenset(), namespace="tiny")
-        for index in range(min(3, request.sampling.max_new_tokens)):
-            choice.accept(SequenceOutput(request.request_id, 0, index, (SampledToken(70, -1.0),), None))
+        spec = choice.next_spec(0, eos_token_ids=frozenset(), namespace="tiny")
+        for index in range(min(3, spec.sampling.max_new_tokens)):
+            choice.accept(SequenceOutput(spec.request_id, 0, index, (SampledToken(70, -1.0),), None))
             if choice.finish_reason is not None:
                 return
         raise MeshError("enough")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.messages import Chunk, request_from_bytes, request_to_bytes, split_chunk
+from kvtransfer.messages import TransferChunk, request_from_bytes, request_to_bytes, split_chunk
 from kvtransfer.transports.base import Payload
 from mesh.domain.errors import InvalidRequest, TransferFailed
 from mesh.domain.kv import Span
@@ -14,7 +14,7 @@ from mesh.v1 import kvtransfer_pb2 as pb
 from tests.fakes.kv_store import box
 
 PAYLOAD = bytes(range(256)) * 40
-CHUNK = Chunk(300, box(1, 2, 3, 4, Span(5, 6)), len(PAYLOAD), 2**63 + 5, Payload(PAYLOAD))
+CHUNK = TransferChunk(300, box(1, 2, 3, 4, Span(5, 6)), len(PAYLOAD), 2**63 + 5, Payload(PAYLOAD))
 NUMBERS = st.integers(0, 2**32 - 1)
 
 
@@ -22,7 +22,7 @@ NUMBERS = st.integers(0, 2**32 - 1)
 def test_chunks_are_protobuf(numbers: list[int], checksum: int, payload: bytes) -> None:
     number, *place = numbers
     heads = Span(place.pop(), place.pop())
-    chunk = Chunk(number, box(*place, heads), len(payload), checksum, Payload(memoryview(payload)))
+    chunk = TransferChunk(number, box(*place, heads), len(payload), checksum, Payload(memoryview(payload)))
     raw = request_to_bytes(chunk)
     message = pb.PushRequest.FromString(raw)
     assert message.chunk.payload == payload
@@ -34,7 +34,7 @@ def test_chunks_are_protobuf(numbers: list[int], checksum: int, payload: bytes) 
 def test_a_payload_is_part_of_the_frame() -> None:
     raw = request_to_bytes(CHUNK)
     received = request_from_bytes(raw)
-    assert isinstance(received, Chunk)
+    assert isinstance(received, TransferChunk)
     assert isinstance(received.payload.inline, memoryview)
     assert received.payload.inline.obj is raw
 
@@ -48,7 +48,7 @@ def test_payloads_elsewhere_and_fields_in_another_order_are_left_to_protobuf() -
     reordered = raw[: -len(fields)] + fields
     assert split_chunk(reordered) is None
     received = request_from_bytes(reordered)
-    assert isinstance(received, Chunk)
+    assert isinstance(received, TransferChunk)
     assert (received.extent.span.layers.count, received.payload.inline) == (4, PAYLOAD)
 
 

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvtransfer import ExpectedTransfer, KVReceiver, TransferSettings
-from kvtransfer.messages import Ack, Chunk, Committed, Granted, ReceiverMessage, Renew, SenderMessage
+from kvtransfer.messages import Ack, Committed, Granted, ReceiverMessage, Renew, SenderMessage, TransferChunk
 from kvtransfer.transports.base import TransportOffer
 from mesh.domain.errors import LayoutMismatch, TransferCorrupt, TransferFailed
 from mesh.domain.kv import Span
@@ -173,7 +173,7 @@ async def test_a_huge_chunk_is_refused_before_memory_is_taken_for_it() -> None:
     opening = replace(bench.opening, transfer_id="huge", layout=layout, span=layout.whole)
     place = box(0, 3, 0, 3, layout.whole.heads)
     with pytest.raises(TransferCorrupt, match="bytes instead of"):
-        await bench.run(opening, Chunk(0, place, place.num_bytes(layout), 0, bench.chunks[0].payload))
+        await bench.run(opening, TransferChunk(0, place, place.num_bytes(layout), 0, bench.chunks[0].payload))
     await bench.receiver.close()
 
 

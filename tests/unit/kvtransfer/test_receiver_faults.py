@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtransfer import ExpectedTransfer, KVReceiver
 from kvtransfer.chunks import ChunkRange
-from kvtransfer.messages import Chunk, Commit, Committed, Renew, Renewed, SenderMessage
+from kvtransfer.messages import Commit, Committed, Renew, Renewed, SenderMessage, TransferChunk
 from kvtransfer.transports.base import Payload
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout, Span
@@ -38,7 +38,7 @@ class Case:
     target: FakeKVStore
     reservation: ExpectedTransfer
     source_ids: list[int]
-    chunks: list[Chunk]
+    chunks: list[TransferChunk]
 
     def messages(self) -> list[SenderMessage]:
         return [

@@ -1,12 +1,14 @@
 """OUT: serving.properties that `tandem up` reads by itself, the report, and the plot."""
 
 import json
+import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.deployment import Deployment
 from tandem_cli.low_code import WRITTEN_BY, find_written
@@ -151,6 +153,27 @@ def test_up_serves_the_folder_with_a_checkpoint(tmp_path: Path, prepared: Prepar
     assert [len(model.cores.prefill), len(model.cores.decode)] == [1, 2], "flags win"
     worker = deployment.workers("127.0.0.1:1")[-1]
     assert deployment.resolve(worker, {}).draft_model == str(BUNDLED_MODELS / "tandem-draft")
+
+
+def test_a_checkpoint_that_is_put_half_into_the_folder_is_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [path.name for path in BUNDLED.iterdir() if path.is_file()]
+    for count in range(len(names)):
+        out, done = tmp_path / str(count), list[object]()
+        out.mkdir()
+
+        def link(path: Path, target: Path, count: int = count, done: list[object] = done) -> None:
+            if len(done) == count:
+                raise KeyboardInterrupt
+            done.append(shutil.copyfile(path, target))
+
+        monkeypatch.setattr("os.link", link)
+        with pytest.raises(KeyboardInterrupt):
+            publish(BUNDLED, out)
+        assert len(list(out.iterdir())) == count
+        with pytest.raises(ConfigurationError, match=r"holds no model: it has no config\.json"):
+            ModelSource(str(out)).locate()
 
 
 def test_files_of_others_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,9 +94,9 @@ def test_workers_get_the_decoders_first_token_behind_the_prompt() -> None:
     valid = ValidRequest("r", (5, 6, 7), sampling, GenerateParams(TokenPrompt((5, 6, 7))), decoder_prompt=(3,))
     choice = Choice(0, valid, tokenizer())
     choice.accept(output(0, [100, 101]))
-    request = choice.next_spec(1, eos_token_ids=frozenset(), namespace="m")
-    assert (request.token_ids, request.num_prompt_tokens) == ((5, 6, 7, 3, 100, 101), 4)
-    assert (request.max_total_tokens, choice.num_tokens) == (13, 6)
+    spec = choice.next_spec(1, eos_token_ids=frozenset(), namespace="m")
+    assert (spec.token_ids, spec.num_prompt_tokens) == ((5, 6, 7, 3, 100, 101), 4)
+    assert (spec.max_total_tokens, choice.num_tokens) == (13, 6)
     assert (choice.num_prompt_tokens, choice.usage().prompt_tokens) == (3, 3)
 
 
@@ -284,13 +284,13 @@ def test_after_the_end_nothing_counts() -> None:
 def test_a_replay_asks_for_the_rest_with_the_same_draws() -> None:
     choice = make_choice(index=2, seed=2**64 - 1, top_logprobs=3, prompt_logprobs=True)
     choice.accept(output(0, [100, 101]))
-    request = choice.next_spec(1, eos_token_ids=frozenset({EOS_ID}), namespace="m")
-    assert request.token_ids == (5, 6, 7, 100, 101)
-    assert (request.num_prompt_tokens, request.num_generated, request.attempt) == (3, 2, 1)
-    assert request.sampling.seed == 1  # seed + index, wrapped
-    assert request.sampling.max_new_tokens == 50
-    assert request.request_id == "r-2"
-    assert (request.top_logprobs, request.prompt_logprobs) == (3, False)
+    spec = choice.next_spec(1, eos_token_ids=frozenset({EOS_ID}), namespace="m")
+    assert spec.token_ids == (5, 6, 7, 100, 101)
+    assert (spec.num_prompt_tokens, spec.num_generated, spec.attempt) == (3, 2, 1)
+    assert spec.sampling.seed == 1  # seed + index, wrapped
+    assert spec.sampling.max_new_tokens == 50
+    assert spec.request_id == "r-2"
+    assert (spec.top_logprobs, spec.prompt_logprobs) == (3, False)
 
 
 @pytest.mark.parametrize("has_come", [False, True])

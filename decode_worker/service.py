@@ -180,7 +180,7 @@ class DecodeService:
         await self._receiver.expect(
             ExpectedTransfer(
                 transfer_id=transfer_id,
-                attempt=sequence.request.attempt,
+                attempt=sequence.spec.attempt,
                 block_ids=self._layout.sent_blocks(sequence.block_table, sequence.num_tokens),
                 first_block=self._layout.num_sent_before(sequence.num_tokens, ready_tokens // self._layout.block_size),
                 num_tokens=sequence.num_tokens,
@@ -191,7 +191,7 @@ class DecodeService:
             return  # the abort ends the transfer, too
         self._by_transfer[transfer_id] = sequence.key
         entry.reserved_s = asyncio.get_running_loop().time()
-        entry.transfer_span = begin_span("decode_worker", "transfer", sequence.request)
+        entry.transfer_span = begin_span("decode_worker", "transfer", sequence.spec)
         self._metrics.cached(ready_tokens)
         self._send(entry.session, Reserved(sequence.key, ready_tokens))
 

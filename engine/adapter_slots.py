@@ -40,7 +40,7 @@ class _Waiting:
 
     @property
     def digest(self) -> str:
-        return self.choices[0].request.adapter
+        return self.choices[0].spec.adapter
 
     def answer(self, error: Exception | None = None) -> None:
         if not self.ready.set_running_or_notify_cancel():
@@ -86,7 +86,7 @@ class AdapterSlots:
         """See Runner.prepare. The future fails with ModelFailed if the adapter can no longer be read, with WorkerBusy
         if others have used all slots for too long.
         """
-        if choices[0].request.adapter not in self._adapters:
+        if choices[0].spec.adapter not in self._adapters:
             return None
         waiting = _Waiting(choices, time.monotonic() + self._max_wait_s)
         with self._changing:
@@ -100,7 +100,7 @@ class AdapterSlots:
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended; idempotent."""
         with self._changing:
-            if (users := self._users.get(sequence.request.adapter)) is not None:
+            if (users := self._users.get(sequence.spec.adapter)) is not None:
                 users.discard(sequence)
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class AdapterSlots:
         return digest in self._users and (digest != self._leaving or time.monotonic() >= self._reopens_s)
 
     def _use(self, choices: Sequence[SequenceState]) -> None:
-        digest = choices[0].request.adapter
+        digest = choices[0].spec.adapter
         users = self._users[digest] = self._users.pop(digest)
         users.update(choices)
 

@@ -44,7 +44,7 @@ class ScheduledSequence:
 def batch_order(item: ScheduledSequence) -> tuple[bool, str]:
     """The sort key of a batch: single tokens come first, because attention treats them alike, a prompt's last token
     included; rows with the same adapter come together, so that its matrices are read once."""
-    return item.num_tokens > 1, item.sequence.request.adapter
+    return item.num_tokens > 1, item.sequence.spec.adapter
 
 
 @dataclass(frozen=True, slots=True)

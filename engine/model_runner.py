@@ -194,7 +194,7 @@ class ModelRunner:
         Drafts may be the cause, and must not change the result.
         """
         scores: tuple[PromptLogprob, ...] = ()
-        if item.sequence.request.prompt_logprobs and not is_broken:
+        if item.sequence.spec.prompt_logprobs and not is_broken:
             scores = self._prompt_logprobs(item, hidden[start : start + item.num_tokens])
         is_broken = is_broken or not (scores_are_finite(tokens) and scores_are_finite(scores))
         if is_broken:
@@ -284,7 +284,7 @@ class ModelRunner:
         for start in range(0, len(targets), rows_at_once):
             token_ids = targets[start : start + rows_at_once]
             logits = self._model.logits(hidden[start : start + len(token_ids)])
-            scored = self._sampler.score(logits, token_ids, [sequence.request.top_logprobs] * len(token_ids))
+            scored = self._sampler.score(logits, token_ids, [sequence.spec.top_logprobs] * len(token_ids))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
 

@@ -399,10 +399,10 @@ class Scheduler:
             raise TooLarge(
                 f"{sequence.num_tokens} tokens do not fit: {needed} are needed, and this worker has {max_tokens}"
             )
-        adapter = sequence.request.adapter
+        adapter = sequence.spec.adapter
         if adapter and adapter not in self.config.adapters:
             raise InvalidRequest(f"this worker has no adapter {adapter}")
-        if self.config.whole_prompts and sequence.request.prompt_logprobs:
+        if self.config.whole_prompts and sequence.spec.prompt_logprobs:
             raise InvalidRequest("prompt log-probs are not available for encoder-decoder models")
 
     # -- results ----------------------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ class Scheduler:
 
     def _count(self, item: ScheduledSequence, output: RunnerOutput) -> None:
         num_known, counters = item.num_tokens - len(item.drafts), self._counters
-        is_prompt = num_known > 1 and item.start < len(item.sequence.request.token_ids) - 1
+        is_prompt = num_known > 1 and item.start < len(item.sequence.spec.token_ids) - 1
         counters.computed_tokens += num_known if is_prompt else 0
         counters.drafted_tokens += len(item.drafts)
         counters.accepted_tokens += len(output.tokens) - 1 if item.drafts and output.tokens else 0
@@ -447,7 +447,7 @@ class Scheduler:
     def _append(self, item: ScheduledSequence, sampled: tuple[SampledToken, ...]) -> SequenceOutput:
         sequence = item.sequence
         index = sequence.num_generated
-        is_first = index == sequence.request.num_generated
+        is_first = index == sequence.spec.num_generated
         tokens, reason = self._extend(sequence, sampled)
         sequence.num_computed_tokens = sequence.num_tokens - 1 - item.is_repeated
         self.tables.publish(sequence, item.end)

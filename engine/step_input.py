@@ -158,9 +158,9 @@ class StepInputBuilder:
         """One entry for neighbours with the same adapter; the scheduler makes them neighbours."""
         rows: list[AdapterRows] = []
         for item, (first, end) in zip(batch.items, pairwise(query_starts), strict=True):
-            if not item.sequence.request.adapter:
+            if not item.sequence.spec.adapter:
                 continue
-            slot = self._adapters[item.sequence.request.adapter]
+            slot = self._adapters[item.sequence.spec.adapter]
             if rows and (rows[-1].slot, rows[-1].end) == (slot, first):
                 first = rows.pop().first
             rows.append(AdapterRows(slot, first, end))

@@ -197,7 +197,7 @@ class PrefillService:
                 blocks = self._sent(final_blocks(item, self._layout.block_size), item.sequence)
                 table: tuple[int, ...] = ()
                 if prompt.transfer is None:
-                    num_tokens = len(item.sequence.request.token_ids)
+                    num_tokens = len(item.sequence.spec.token_ids)
                     table = self._layout.sent_blocks(item.sequence.block_table, num_tokens)
                 finals.append(_FinalBlocks(prompt, blocks, item.needs_sampling, table, begun_s))
         if finals:
@@ -205,7 +205,7 @@ class PrefillService:
 
     def _sent(self, positions: range, sequence: SequenceState) -> range:
         """The places in a transfer of the blocks of these positions that are sent."""
-        num_tokens, num_before = len(sequence.request.token_ids), self._layout.num_sent_before
+        num_tokens, num_before = len(sequence.spec.token_ids), self._layout.num_sent_before
         return range(num_before(num_tokens, positions.start), num_before(num_tokens, positions.stop))
 
     def _announce(self, finals: list[_FinalBlocks], layers: kv.Span) -> None:
@@ -232,11 +232,11 @@ class PrefillService:
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> Outgoing:
         destination = prompt.destination
-        prompt.transfer_trace_span = begin_span("prefill_worker", "transfer", prompt.sequence.request)
+        prompt.transfer_trace_span = begin_span("prefill_worker", "transfer", prompt.sequence.spec)
         return self._sender.open(
             TransferSpec(
                 transfer_id=destination.transfer_id,
-                attempt=prompt.sequence.request.attempt,
+                attempt=prompt.sequence.spec.attempt,
                 address=destination.address,
                 receiver_incarnation=destination.incarnation,
                 block_ids=block_table,

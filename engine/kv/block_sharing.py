@@ -45,7 +45,7 @@ class PrefixCache:
 
     def reusable(self, sequence: SequenceState) -> list[BlockHash]:
         """Hashes of the leading blocks that the sequence may reuse if they are indexed. They exclude the last token."""
-        if sequence.request.prompt_logprobs:
+        if sequence.spec.prompt_logprobs:
             return []
         # The last token is always computed: the first sample is drawn from its logits.
         hashes = self.hashes(sequence)[: (sequence.num_tokens - 1) // self.block_size]
@@ -78,7 +78,7 @@ class PrefixCache:
     def _scope(self, sequence: SequenceState) -> tuple[str, list[int]]:
         """KV scope and, for encoders, prompt that the hashes cover besides the preceding tokens: see `root_hash`."""
         whole_prompt = sequence.token_ids[: sequence.num_prompt_tokens] if self.whole_prompts else []
-        return sequence.request.kv_scope, whole_prompt
+        return sequence.spec.kv_scope, whole_prompt
 
 
 class CopyOnWrite:
@@ -140,6 +140,6 @@ class CopyOnWrite:
     def drop(self, sequence: SequenceState) -> None:
         """Release the sources of copies that this sequence holds."""
         if sequence.copies:
-            request, sources = sequence.request, [source for source, _ in sequence.copies]
-            self._pool.free(sources, request.cache_namespace, request.cache_hints)
+            spec, sources = sequence.spec, [source for source, _ in sequence.copies]
+            self._pool.free(sources, spec.cache_namespace, spec.cache_hints)
             sequence.copies = []

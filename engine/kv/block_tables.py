@@ -217,8 +217,8 @@ class BlockTables:
         """Free all that a sequence holds."""
         self.copies.drop(sequence)
         self.snapshots.end(sequence)
-        request = sequence.request
-        self._pool.free(sequence.block_table, request.cache_namespace, request.cache_hints)
+        spec = sequence.spec
+        self._pool.free(sequence.block_table, spec.cache_namespace, spec.cache_hints)
         sequence.block_table.clear()
 
     def unverified(self, sequence: SequenceState) -> list[int]:

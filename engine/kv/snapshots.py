@@ -110,14 +110,14 @@ class Snapshots:
             return False
         if item.end in sequence.snapshot_ends:
             return True
-        is_answer = item.end > len(sequence.request.token_ids) and not sequence.is_transferred
+        is_answer = item.end > len(sequence.spec.token_ids) and not sequence.is_transferred
         return is_answer and item.end - sequence.last_snapshot >= self._gap
 
     def publish(self, sequence: SequenceState, end: int) -> None:
         """Add the snapshot that a step up to position `end` has taken, if any. Its blocks of tokens are published."""
         if not sequence.saving:
             return
-        if sequence.last_snapshot > len(sequence.request.token_ids):
+        if sequence.last_snapshot > len(sequence.spec.token_ids):
             self._pool.drop_snapshot(self._hash_at(sequence, sequence.last_snapshot))
         elif sequence.last_snapshot == sequence.num_cached_tokens:
             self._supersede(sequence)
@@ -128,10 +128,10 @@ class Snapshots:
 
     def _supersede(self, sequence: SequenceState) -> None:
         """Let the snapshots of the conversation's former turns go first: the next turn begins behind them."""
-        request = sequence.request
-        if conversation := request.cache_hints.session_id:
+        spec = sequence.spec
+        if conversation := spec.cache_hints.session_id:
             for block_hash in sequence.block_hashes[: sequence.num_cached_tokens // self._block_size]:
-                self._pool.demote_snapshot(block_hash, request.cache_namespace, conversation)
+                self._pool.demote_snapshot(block_hash, spec.cache_namespace, conversation)
 
     def end(self, sequence: SequenceState) -> None:
         """Release what a sequence holds that ends, and let its last snapshot stay as long as its blocks of tokens."""
@@ -143,7 +143,7 @@ class Snapshots:
             self._release(sequence, blocks)
 
     def _release(self, sequence: SequenceState, block_ids: Sequence[int]) -> None:
-        self._pool.free(block_ids, sequence.request.cache_namespace, sequence.request.cache_hints)
+        self._pool.free(block_ids, sequence.spec.cache_namespace, sequence.spec.cache_hints)
 
     def _hash_at(self, sequence: SequenceState, end: int) -> BlockHash:
         return sequence.block_hashes[end // self._block_size - 1]

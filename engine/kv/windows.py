@@ -144,9 +144,9 @@ class Windows:
                 left.append(entry)
                 entry -= count
         if left:
-            request = sequence.request
+            spec = sequence.spec
             left.sort()
-            self._pool.free([table[entry] for entry in left], request.cache_namespace, request.cache_hints)
+            self._pool.free([table[entry] for entry in left], spec.cache_namespace, spec.cache_hints)
             self._pool.hold([NO_BLOCK] * len(left))
             for entry in left:
                 table[entry] = NO_BLOCK

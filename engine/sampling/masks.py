@@ -60,12 +60,12 @@ class TokenMasks:
 
         First come, first served: routers have compiled it before, one at a time and with turns for tenants.
         """
-        structure, scope = sequence.request.sampling.structure, sequence.request.cache_namespace
+        structure, scope = sequence.spec.sampling.structure, sequence.spec.cache_namespace
         return None if structure is None else self._compiling.submit(self._compile, structure, scope)
 
     def begin(self, sequences: Sequence[SequenceState]) -> None:
         """Start to compute the masks for the next token of each sequence, one row of logits per sequence."""
-        rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.structure is not None]
+        rows = [row for row, sequence in enumerate(sequences) if sequence.spec.sampling.structure is not None]
         steps = [(row, self._step(sequences[row])) for row in rows]
         if sequences:
             self._pending.append(self._masking.submit(self._make, steps) if rows else None)
@@ -99,9 +99,9 @@ class TokenMasks:
         self._compiler.compile(structure, scope)
 
     def _step(self, sequence: SequenceState) -> _Step:
-        structure = sequence.request.sampling.structure
+        structure = sequence.spec.sampling.structure
         assert structure is not None
-        grammar = self._grammars.setdefault(sequence.key, _Grammar(structure, sequence.request.cache_namespace))
+        grammar = self._grammars.setdefault(sequence.key, _Grammar(structure, sequence.spec.cache_namespace))
         first_draft = sequence.num_tokens - sequence.num_drafted
         new_tokens = sequence.token_ids[sequence.num_prompt_tokens + grammar.num_consumed : first_draft]
         grammar.num_consumed += len(new_tokens)

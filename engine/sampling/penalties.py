@@ -91,12 +91,12 @@ class Penalties:
         return _biases(sequences) | _forbidden_entries(sequences, vocab_size) | self._penalised(sequences)
 
     def _penalised(self, sequences: Sequence[SequenceState]) -> dict[str, NDArray[Any]]:
-        rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.has_penalties]
+        rows = [row for row, sequence in enumerate(sequences) if sequence.spec.sampling.has_penalties]
         if not rows:
             return {}
         counted = [self._count(sequences[row]) for row in rows]
         sizes = [len(counts.ids) for counts in counted]
-        params = [sequences[row].request.sampling for row in rows]
+        params = [sequences[row].spec.sampling for row in rows]
 
         def spread(values: list[float]) -> NDArray[np.float32]:
             return np.repeat(np.asarray(values, np.float32), sizes)
@@ -147,10 +147,10 @@ def _penalise(logits: Tensor, changes: Tensors) -> None:
 
 
 def _biases(sequences: Sequence[SequenceState]) -> dict[str, NDArray[Any]]:
-    rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.logit_bias]
+    rows = [row for row, sequence in enumerate(sequences) if sequence.spec.sampling.logit_bias]
     if not rows:
         return {}
-    biases = [sequences[row].request.sampling.logit_bias for row in rows]
+    biases = [sequences[row].spec.sampling.logit_bias for row in rows]
     sizes = [len(bias) for bias in biases]
     # Without a Python object for each entry: a batch may have 100,000 of them.
     return {
@@ -177,12 +177,12 @@ def _entries(name: str, rows: Sequence[int], tokens: Sequence[int]) -> dict[str,
 
 def _forbidden(sequence: SequenceState) -> Iterator[int]:
     """Tokens that are not allowed next: those that would end the sequence too early, or complete a bad word."""
-    request = sequence.request
-    minimum = request.sampling.min_new_tokens
+    spec = sequence.spec
+    minimum = spec.sampling.min_new_tokens
     if minimum and sequence.num_generated < minimum:
-        yield from request.eos_token_ids
-        yield from request.sampling.stop_token_ids
-    for *beginning, last in request.sampling.bad_word_ids:
+        yield from spec.eos_token_ids
+        yield from spec.sampling.stop_token_ids
+    for *beginning, last in spec.sampling.bad_word_ids:
         first = sequence.num_tokens - len(beginning)
         if first >= sequence.num_prompt_tokens and sequence.token_ids[first:] == beginning:
             yield last

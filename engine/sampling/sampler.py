@@ -79,7 +79,7 @@ class Sampler:
         logits, vocab_size = given.values, given.values.shape[1]
         changes = self._penalties.arrays(sequences, vocab_size)
         drawing = self._drawing(sequences, vocab_size)
-        num_top = [sequence.request.top_logprobs for sequence in sequences]
+        num_top = [sequence.spec.top_logprobs for sequence in sequences]
         drawn = {} if drawing is None else drawing.arrays
         tensors = self._copies.to_device({**changes, **drawn, **_top_arrays(num_top)})
         adjusted = self._adjusted(logits, {name: tensors[name] for name in changes})
@@ -111,10 +111,10 @@ class Sampler:
 
     def _drawing(self, sequences: Sequence[SequenceState], vocab_size: int) -> Drawing | None:
         """The draw of random tokens; None if all rows are greedy."""
-        rows = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
+        rows = [row for row, sequence in enumerate(sequences) if not sequence.spec.sampling.is_greedy]
         if not rows:
             return None
-        params = [sequences[row].request.sampling for row in rows]
+        params = [sequences[row].spec.sampling for row in rows]
         seeds = np.array([p.seed or 0 for p in params], np.uint64)
         indices = np.array([sequences[row].num_generated for row in rows], np.uint64)
         return self._rows.drawing(RandomRows(rows, params, uniform(seeds, indices)), vocab_size)

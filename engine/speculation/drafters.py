@@ -220,8 +220,8 @@ class DraftModel:
         """Update the draft model's copy of a sequence to its verified tokens, without drafts."""
         shadow = self._shadows.get(sequence.key)
         if shadow is None:
-            request = replace(sequence.request, top_logprobs=0, prompt_logprobs=False, adapter="")
-            shadow = self._shadows[sequence.key] = SequenceState(request)
+            spec = replace(sequence.spec, top_logprobs=0, prompt_logprobs=False, adapter="")
+            shadow = self._shadows[sequence.key] = SequenceState(spec)
         first = shadow.num_tokens - shadow.num_drafted
         drafts, verified = shadow.token_ids[first:], sequence.token_ids[first:]
         rejected = (i for i, (draft, token) in enumerate(zip(drafts, verified, strict=False)) if draft != token)

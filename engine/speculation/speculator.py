@@ -94,7 +94,7 @@ class Speculator:
 
     def _limit(self, sequence: SequenceState, scheduler: Scheduler) -> int:
         """Drafts that the sequence can emit, together with the token sampled after them."""
-        max_tokens = min(sequence.request.max_total_tokens, scheduler.config.max_model_len)
+        max_tokens = min(sequence.spec.max_total_tokens, scheduler.config.max_model_len)
         return max(0, min(self._max_drafts, max_tokens - sequence.num_tokens - 1))
 
     def _rate(self, sequence: SequenceState) -> float:

@@ -189,7 +189,7 @@ class ModelledEngine:
         for item in batch.items:
             sequence = item.sequence
             max_new_tokens = (
-                min(sequence.request.max_total_tokens, self.scheduler.config.max_model_len) - sequence.num_tokens
+                min(sequence.spec.max_total_tokens, self.scheduler.config.max_model_len) - sequence.num_tokens
             )
             count = min(count, max_new_tokens)
         # Blocks for the tokens after the first, as for drafts that all turn out right.

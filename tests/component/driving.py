@@ -82,7 +82,7 @@ class Driver:
 
     def finish(self, *runs: Run, chunk: int = 1000) -> None:
         """Step all runs together until each has its max_new_tokens."""
-        while waiting := [run for run in runs if run.sequence.num_tokens < run.sequence.request.max_total_tokens]:
+        while waiting := [run for run in runs if run.sequence.num_tokens < run.sequence.spec.max_total_tokens]:
             work = [(run, min(chunk, run.sequence.num_uncomputed_tokens)) for run in waiting]
             self.step(*sorted(work, key=lambda pair: pair[1] > 1))
 

@@ -15,10 +15,10 @@ from mesh.domain.tokens import SampledToken
 
 def adjusted(logits: Tensor, sequence: SequenceState) -> Tensor:
     """One row of logits after minimum length, bad words, bias and penalties."""
-    request, row = sequence.request, logits.clone()
-    sampling = request.sampling
+    spec, row = sequence.spec, logits.clone()
+    sampling = spec.sampling
     if sequence.num_generated < sampling.min_new_tokens:
-        for token in {*request.eos_token_ids, *sampling.stop_token_ids}:
+        for token in {*spec.eos_token_ids, *sampling.stop_token_ids}:
             row[token] = -math.inf
     for token, bias in sampling.logit_bias.items():
         row[token] += bias
@@ -37,7 +37,7 @@ def adjusted(logits: Tensor, sequence: SequenceState) -> Tensor:
 
 def distribution(logits: Tensor, sequence: SequenceState) -> Tensor:
     """Probabilities of one row after everything: float64 [vocab_size]."""
-    sampling = sequence.request.sampling
+    sampling = sequence.spec.sampling
     row = adjusted(logits, sequence).double() / sampling.temperature
     if sampling.top_k:
         row[row < row.sort(descending=True).values[min(sampling.top_k, len(row)) - 1]] = -math.inf

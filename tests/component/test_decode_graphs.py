@@ -103,7 +103,7 @@ class Traffic:
         start = sequence.num_computed_tokens
         if sequence.num_uncomputed_tokens > 1:
             return ScheduledSequence(sequence, start, self._rng.randint(1, sequence.num_uncomputed_tokens))
-        space = sequence.request.max_total_tokens - sequence.num_tokens
+        space = sequence.spec.max_total_tokens - sequence.num_tokens
         drafts = tuple(self._rng.randrange(VOCAB_SIZE) for _ in range(min(self._num_drafts, space - 1)))
         if self._rng.random() > self._drafted:
             drafts = ()
@@ -114,7 +114,7 @@ class Traffic:
             sequence = item.sequence
             sequence.token_ids += [token.id for token in output.tokens]
             sequence.num_computed_tokens = min(item.end, sequence.num_tokens - 1)
-            if sequence.num_tokens >= sequence.request.max_total_tokens or self._rng.random() < 0.01:
+            if sequence.num_tokens >= sequence.spec.max_total_tokens or self._rng.random() < 0.01:
                 self.sequences.remove(sequence)
                 self._free += sequence.block_table
                 self._rng.shuffle(self._free)

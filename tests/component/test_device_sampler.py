@@ -32,7 +32,7 @@ def batch_of(number: int, size: int) -> list[SequenceState]:
     for row in range(size):
         case = rng.choice(CASES) | rng.choice(CASES) | {"temperature": rng.choice([0.0, 0.3, 1.0, 1.8])}
         made = sequence(f"{number}-{row}", seed=rng.getrandbits(64), generated=rng.randrange(6), **case)
-        object.__setattr__(made.request, "top_logprobs", rng.choice([0, 0, 1, 5, 20]))
+        object.__setattr__(made.spec, "top_logprobs", rng.choice([0, 0, 1, 5, 20]))
         sequences.append(made)
     return sequences
 

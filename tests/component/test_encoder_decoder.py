@@ -74,8 +74,8 @@ def run_mixed(runner: ModelRunner) -> list[Run]:
 
 
 def require_same(run: Run, theirs: EncoderDecoderReference) -> None:
-    request = run.sequence.request
-    prompt, before = request.token_ids[: request.num_prompt_tokens - 1], request.token_ids[request.num_prompt_tokens :]
+    spec = run.sequence.spec
+    prompt, before = spec.token_ids[: spec.num_prompt_tokens - 1], spec.token_ids[spec.num_prompt_tokens :]
     rows = theirs.logprobs(prompt, [*before, *run.token_ids])[len(before) :]
     for token, row in zip(run.tokens, rows, strict=True):
         assert token.id == int(row.argmax())

@@ -84,6 +84,6 @@ def test_forks_that_guess_ahead_are_the_same(checkpoint: Checkpoint) -> None:
     answers = []
     for speculator in (None, Speculator(NgramDrafter(), 4)):
         first = SequenceState(replace(request, sampling=replace(request.sampling, temperature=0.3, max_new_tokens=40)))
-        first.forks = [SequenceState(fork) for fork in first.request.forked()]
+        first.forks = [SequenceState(fork) for fork in first.spec.forked()]
         answers.append(run(runner, [first], speculator)[0])
     assert answers[0] == answers[1]

@@ -120,7 +120,7 @@ def test_a_wrong_draft_that_breaks_changes_nothing(checkpoint: Checkpoint, famil
     runner = load(checkpoint(family), way)
     asked = [make_request(f"r{i}", prompt, max_new_tokens=12) for i, prompt in enumerate(good_prompts())]
     plain, _ = answer(runner, None, asked)
-    bad = FakeDrafter(lambda sequence, most: ([BAD_TOKEN] * most) if sequence.request.request_id == "r1" else [])
+    bad = FakeDrafter(lambda sequence, most: ([BAD_TOKEN] * most) if sequence.spec.request_id == "r1" else [])
     drafted, scheduler = answer(runner, bad, asked)
     assert ids(drafted) == ids(plain)
     counters = scheduler.load()

@@ -73,7 +73,7 @@ def host_of(model_dir: Path, degrees: Degrees, **changes: Any) -> EngineHost:
 def token_ids(runner: ModelRunner) -> list[object]:
     """Of forks that sample, and of requests of all kinds with guesses."""
     first = SequenceState(choices(33))
-    first.forks = [SequenceState(fork) for fork in first.request.forked()]
+    first.forks = [SequenceState(fork) for fork in first.spec.forked()]
     forked, _ = run(runner, [first])
     guessed, _ = answer(runner, NgramDrafter(), requests())
     return [{name: [token.id for token in tokens] for name, tokens in forked.items()}, ids(guessed)]

@@ -85,7 +85,7 @@ def mixed(runner: ModelRunner) -> object:
 def results(runner: ModelRunner) -> list[object]:
     """Those of `mixed`, of forks that sample, and of requests of all kinds with guesses."""
     first = SequenceState(choices(33))
-    first.forks = [SequenceState(fork) for fork in first.request.forked()]
+    first.forks = [SequenceState(fork) for fork in first.spec.forked()]
     guessed, scheduler = answer(runner, NgramDrafter(), requests())
     assert scheduler.load().drafted_tokens > 0
     return [mixed(runner), run(runner, [first])[0], guessed]

@@ -220,7 +220,7 @@ def test_ranks_compute_as_one(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 def _forked_tokens(runner: ModelRunner) -> list[list[int]]:
     first = SequenceState(choices(33))
-    first.forks = [SequenceState(fork) for fork in first.request.forked()]
+    first.forks = [SequenceState(fork) for fork in first.spec.forked()]
     outputs, _ = run(runner, [first])
     return [[token.id for token in tokens] for tokens in outputs.values()]
 

@@ -49,9 +49,9 @@ CASES: list[dict[str, Any]] = [
 
 def sequence(name: str, *, seed: int = 1, generated: int = 4, **sampling: Any) -> SequenceState:
     made = SequenceState(make_request(name, [1, 2, 2, 3], max_new_tokens=50, eos_token_ids=frozenset({EOS})))
-    request = made.request
-    params = type(request.sampling)(**{"max_new_tokens": 50, "seed": seed} | sampling)
-    made = SequenceState(type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"sampling": params}))
+    spec = made.spec
+    params = type(spec.sampling)(**{"max_new_tokens": 50, "seed": seed} | sampling)
+    made = SequenceState(type(spec)(**{f: getattr(spec, f) for f in spec.__slots__} | {"sampling": params}))
     made.token_ids += [5, 5, 3, 9, 11, 5][:generated]
     return made
 
@@ -61,9 +61,9 @@ def logits_for(rows: int, vocab_size: int = VOCAB_SIZE, seed: int = 0) -> Tensor
 
 
 def expected_token(row: Tensor, seq: SequenceState) -> int:
-    if seq.request.sampling.is_greedy:
+    if seq.spec.sampling.is_greedy:
         return int(adjusted(row, seq).argmax())
-    seed = np.array([seq.request.sampling.seed], np.uint64)
+    seed = np.array([seq.spec.sampling.seed], np.uint64)
     draw = uniform(seed, np.array([seq.num_generated], np.uint64))[0]
     return int((distribution(row, seq).cumsum(0) <= draw).sum())
 
@@ -114,7 +114,7 @@ def test_top_logprobs_only_for_those_who_ask() -> None:
     sequences = [sequence(str(i)) for i in range(3)]
     asked = (0, 2, 5)
     for i, wanted in enumerate(asked):
-        object.__setattr__(sequences[i].request, "top_logprobs", wanted)
+        object.__setattr__(sequences[i].spec, "top_logprobs", wanted)
     for row, token, wanted in zip(logits.log_softmax(1), sample(Sampler(), logits, sequences), asked, strict=True):
         assert [top.id for top in token.top] == row.topk(wanted).indices.tolist()
         assert [top.logprob for top in token.top] == pytest.approx(row.topk(wanted).values.tolist(), abs=1e-5)
@@ -132,7 +132,7 @@ def test_tied_alternatives_are_in_the_order_of_their_ids_whatever_others_ask_for
     counts = [1, 3, 20, 5]
     sequences = [sequence(str(count)) for count in counts]
     for made, count in zip(sequences, counts, strict=True):
-        object.__setattr__(made.request, "top_logprobs", count)
+        object.__setattr__(made.spec, "top_logprobs", count)
     together = sample(Sampler(rows=rows), logits, sequences)
     for row, token in enumerate(together):
         [alone] = sample(Sampler(rows=rows), logits[row : row + 1], sequences[row : row + 1])
@@ -245,7 +245,7 @@ def test_the_last_draw_never_leaves_the_distribution() -> None:
 
 def drawn(logits: Tensor, uniforms: Sequence[float], threads: RowThreads | None = None, **limits: Any) -> list[int]:
     """One token per row by the compiled loops, at these random numbers."""
-    params = [sequence("s", **{"temperature": 1.0} | limits).request.sampling] * len(logits)
+    params = [sequence("s", **{"temperature": 1.0} | limits).spec.sampling] * len(logits)
     wanted = RandomRows(range(len(logits)), params, np.array(uniforms))
     tokens: list[int] = HostRows(threads).drawing(wanted, logits.shape[1]).tokens(logits, {}).tolist()
     return tokens
@@ -313,7 +313,7 @@ def test_threads_share_out_the_rows() -> None:
 
 def test_top_p_looks_beyond_the_first_candidates() -> None:
     logits = 0.01 * logits_for(2, vocab_size=5000)
-    params = [sequence("s", temperature=1.0, top_p=p).request.sampling for p in (0.9, 0.01)]
+    params = [sequence("s", temperature=1.0, top_p=p).spec.sampling for p in (0.9, 0.01)]
     truncation = Truncation(params, 5000)
     low = truncation.thresholds(logits, NoCopies().to_device(truncation.arrays))
     assert low is not None
@@ -337,7 +337,7 @@ def test_top_p_looks_beyond_the_first_candidates() -> None:
 def test_bad_words_look_at_the_output_only(generated: list[int], word: tuple[int, ...], is_ruled_out: bool) -> None:
     seq = sequence("s", generated=0, bad_word_ids=(word,))
     seq.token_ids[:] = [1, 2, 3, *generated]
-    object.__setattr__(seq.request, "num_prompt_tokens", 3)
+    object.__setattr__(seq.spec, "num_prompt_tokens", 3)
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 4] = 5.0
     assert (sample(Sampler(), logits, [seq])[0].id != 4) is is_ruled_out

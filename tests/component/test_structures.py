@@ -96,7 +96,7 @@ def generate(runner: ModelRunner, *requests: SequenceSpec) -> list[Run]:
 
 def is_over(run: Run) -> bool:
     ended = run.token_ids[-1:] == [EOS_TOKEN_ID]
-    return ended or run.sequence.num_tokens >= run.sequence.request.max_total_tokens
+    return ended or run.sequence.num_tokens >= run.sequence.spec.max_total_tokens
 
 
 @pytest.mark.parametrize("case", CASES)

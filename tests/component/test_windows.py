@@ -61,9 +61,9 @@ def serve(
             tokens.setdefault(output.request_id, []).extend(output.tokens)
             cached.setdefault(output.request_id, output.cached_tokens)
         for lost in result.preempted:
-            request, done = lost.request, tuple(token.id for token in tokens.get(lost.request.request_id, ()))
-            prompt = request.token_ids[: request.num_prompt_tokens]
-            again = replace(request, attempt=request.attempt + 1, token_ids=(*prompt, *done))
+            spec, done = lost.spec, tuple(token.id for token in tokens.get(lost.spec.request_id, ()))
+            prompt = spec.token_ids[: spec.num_prompt_tokens]
+            again = replace(spec, attempt=spec.attempt + 1, token_ids=(*prompt, *done))
             scheduler.add(SequenceState(again))
             num_replays += 1
         assert not result.failed

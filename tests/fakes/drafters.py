@@ -18,7 +18,7 @@ def known(continuations: Mapping[str, Sequence[int]]) -> Truth:
     """What each request generates, by its id."""
 
     def look_up(sequence: SequenceState, length: int) -> Sequence[int]:
-        return continuations[sequence.request.request_id][sequence.num_generated : sequence.num_generated + length]
+        return continuations[sequence.spec.request_id][sequence.num_generated : sequence.num_generated + length]
 
     return look_up
 

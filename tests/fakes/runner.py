@@ -92,7 +92,7 @@ class FakeRunner:
     def prepare(self, choices: Sequence[SequenceState]) -> "list[Future[None]]":
         """Nothing is needed."""
         ready: Future[None] = Future()
-        if any(self.refused.get(choice.request.request_id) == "early" for choice in choices):
+        if any(self.refused.get(choice.spec.request_id) == "early" for choice in choices):
             ready.set_exception(InvalidRequest("early"))
         else:
             ready.set_result(None)
@@ -164,7 +164,7 @@ class FakeRunner:
     def _output(self, item: ScheduledSequence, *, is_lost: bool = False) -> RunnerOutput:
         sequence = item.sequence
         prompt_logprobs = ()
-        if sequence.request.prompt_logprobs:
+        if sequence.spec.prompt_logprobs:
             last = min(item.end, sequence.num_prompt_tokens - 1)
             prompt_logprobs = tuple(PromptLogprob(-0.25) for _ in range(item.start, last))
         if not item.needs_sampling:
@@ -173,13 +173,13 @@ class FakeRunner:
         first_seen = [max(0, item.start - window + 1) if window else 0 for window in windows]
         seen = [self._seen(sequence, position, first_seen) for position in range(item.end)]
         seen[0] = -99 if is_lost else seen[0]
-        top = tuple(TokenLogprob(i, -0.5 - i) for i in range(sequence.request.top_logprobs))
+        top = tuple(TokenLogprob(i, -0.5 - i) for i in range(sequence.spec.top_logprobs))
         tokens = []
         for end in range(item.end - len(item.drafts), item.end + 1):
             tokens.append(SampledToken(fake_token(seen[:end]), -0.5, top))
             if end < item.end and tokens[-1].id != seen[end]:
                 break
-        if (failure := self._failure(sequence.request.request_id)) is not None:
+        if (failure := self._failure(sequence.spec.request_id)) is not None:
             return RunnerOutput(failure=failure)
         return RunnerOutput(tuple(tokens), prompt_logprobs)
 

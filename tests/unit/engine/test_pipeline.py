@@ -107,14 +107,14 @@ def test_tokens_are_those_of_one_batch_in_flight(max_in_flight: int, guesses: bo
         elif name == "abort" and rig.sequences:
             sequence = rig.sequences[arguments[0] % len(rig.sequences)]
             rig.engine.abort(sequence)
-            aborted.add(sequence.request.request_id)
+            aborted.add(sequence.spec.request_id)
         elif name == "step":
-            preempted.update(each.request.request_id for each in rig.step().preempted)
+            preempted.update(each.spec.request_id for each in rig.step().preempted)
     while not (result := rig.step()).is_idle or result.preempted:
-        preempted.update(each.request.request_id for each in result.preempted)
+        preempted.update(each.spec.request_id for each in result.preempted)
     for sequence in rig.sequences:
-        name, request = sequence.request.request_id, sequence.request
-        expected = fake_continuation(request.token_ids, request.sampling.max_new_tokens)
+        name, spec = sequence.spec.request_id, sequence.spec
+        expected = fake_continuation(spec.token_ids, spec.sampling.max_new_tokens)
         assert rig.answers[name] == expected[: len(rig.answers[name])]
         assert name in rig.finished | aborted | preempted
         assert name not in rig.finished or rig.answers[name] == expected
@@ -123,7 +123,7 @@ def test_tokens_are_those_of_one_batch_in_flight(max_in_flight: int, guesses: bo
 
 
 def keys_of(batch: ScheduledBatch) -> list[str]:
-    return [item.sequence.request.request_id for item in batch.items]
+    return [item.sequence.spec.request_id for item in batch.items]
 
 
 @pytest.mark.parametrize(("max_in_flight", "sizes"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1])])
@@ -144,7 +144,7 @@ def test_an_old_sequence_waits_for_the_younger_one_that_it_preempts() -> None:
     for number in range(2):
         rig.add([number + 1] * 14, 26)  # together they need more blocks than there are
     results = [rig.step() for _ in range(60)]
-    assert [each.request.request_id for result in results for each in result.preempted] == ["r1"]
+    assert [each.spec.request_id for result in results for each in result.preempted] == ["r1"]
     assert rig.answers["r0"] == fake_continuation([1] * 14, 26)
 
 

@@ -90,9 +90,9 @@ class SchedulerLife(RuleBasedStateMachine):
         return SequenceState(request, hand_over=hand_over)
 
     def give_forks(self, sequence: SequenceState, num_forks: int):
-        request = sequence.request
+        spec = sequence.spec
         sequence.forks = [
-            SequenceState(replace(request, request_id=f"{request.request_id}-{place}")) for place in range(num_forks)
+            SequenceState(replace(spec, request_id=f"{spec.request_id}-{place}")) for place in range(num_forks)
         ]
         return multiple(sequence, *sequence.forks)
 
@@ -189,7 +189,7 @@ class SchedulerLife(RuleBasedStateMachine):
             assert 1 <= len(output.tokens) <= most[output.request_id, output.attempt]
         for item in batch.items:  # what guesses did not use is given back
             sequence = item.sequence
-            assert sequence.num_tokens <= sequence.request.max_total_tokens
+            assert sequence.num_tokens <= sequence.spec.max_total_tokens
             entries = self.groups.num_positions(sequence.num_tokens) * self.groups.count
             assert len(sequence.block_table) <= self.state_blocks + entries
             assert sequence.is_over or sequence.num_uncomputed_tokens >= 1
@@ -263,7 +263,7 @@ def test_tokens_do_not_depend_on_how_many_batches_are_in_flight(max_in_flight: i
             tokens = [_sampled(item, 1 + sum(item.sequence.token_ids) % 97) for item in done.items]
             scheduler.update(done, [RunnerOutput(each) for each in tokens])
     for sequence in sequences:
-        expected = list(sequence.request.token_ids)
+        expected = list(sequence.spec.token_ids)
         while len(expected) < sequence.num_prompt_tokens + 6:
             expected.append(1 + sum(expected) % 97)
         assert sequence.token_ids == expected
@@ -347,7 +347,7 @@ def test_rows_of_one_adapter_are_neighbours() -> None:
     scheduler = new_scheduler(max_num_seqs=8, max_batch_tokens=8, adapters=frozenset({"one", "two"}))
     for number, adapter in enumerate(("two", "", "one", "two", "")):
         scheduler.add(SequenceState(make_request(str(number), [number], adapter=adapter)))
-    adapters = [item.sequence.request.adapter for item in scheduler.schedule().items]
+    adapters = [item.sequence.spec.adapter for item in scheduler.schedule().items]
     assert adapters == ["", "", "one", "two", "two"]
 
 
@@ -559,11 +559,11 @@ def test_a_prompt_that_is_published_is_not_hashed_again(monkeypatch: pytest.Monk
         scheduler.add(sequence)
         run_step(scheduler)
     assert hashed == []
-    assert sequence.block_hashes == block_hashes(prompt, BLOCK, sequence.request.kv_scope)
+    assert sequence.block_hashes == block_hashes(prompt, BLOCK, sequence.spec.kv_scope)
     while scheduler.has_work:
         run_step(scheduler)
     tokens, num_full = sequence.token_ids, (len(sequence.token_ids) - 1) // BLOCK
-    assert sequence.block_hashes == block_hashes(tokens[: num_full * BLOCK], BLOCK, sequence.request.kv_scope)
+    assert sequence.block_hashes == block_hashes(tokens[: num_full * BLOCK], BLOCK, sequence.spec.kv_scope)
     assert hashed == [tokens[first : first + BLOCK] for first in range(8, num_full * BLOCK, BLOCK)]
 
 
@@ -681,11 +681,11 @@ def test_a_prompt_is_not_hashed_again_for_each_fork(monkeypatch: pytest.MonkeyPa
     scheduler, sequence, forks = forked(11)
     while scheduler.has_work:
         run_step(scheduler)
-    prompt = list(sequence.request.token_ids)
+    prompt = list(sequence.spec.token_ids)
     assert all(ids not in (prompt[:BLOCK], prompt[BLOCK : 2 * BLOCK]) for ids in hashed)
     for each in (sequence, *forks):
         num_full = (len(each.token_ids) - 1) // BLOCK
-        assert each.block_hashes == block_hashes(each.token_ids[: num_full * BLOCK], BLOCK, each.request.kv_scope)
+        assert each.block_hashes == block_hashes(each.token_ids[: num_full * BLOCK], BLOCK, each.spec.kv_scope)
 
 
 def test_forks_without_a_slot_are_refused() -> None:

@@ -183,7 +183,7 @@ def test_blocks_bound_the_steps_at_once_and_youngest_sequences_are_preempted() -
 
     class Preempting(Watched):
         def _note(self, done: StepsDone) -> None:
-            preempted.extend(sequence.request.request_id for sequence in done.preempted)
+            preempted.extend(sequence.spec.request_id for sequence in done.preempted)
             super()._note(done)
 
     async def main() -> None:

@@ -15,7 +15,11 @@ from tests.component.expert_cases import ExpertCase, random_experts, random_rows
 from tests.component.paged_attention import Case, Inputs, random_inputs, sinks_of
 from tests.fakes.launches import Launches
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+    # Triton 3.7's own, from Python 3.13 on.
+    pytest.mark.filterwarnings("ignore:AnnAssign.__init__ missing 1 required:DeprecationWarning"),
+]
 
 CPU = torch.device("cpu")
 LEAST_SHARED_BYTES = 99 * 1024  # that a program may have, of compute capabilities from 8.0 on

@@ -1,5 +1,6 @@
 """A Redis Cluster that speaks TLS alone: routers and workers ask its servers for the slot over TLS, and go there."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -17,8 +18,8 @@ from tests.service.mesh.test_redis_hostile import following, sharing
 from tests.service.mesh.test_redis_registry import Worker
 from tests.waiting import until, until_told
 
-# The system's: the bundled one is built without TLS.
-_REDIS = shutil.which("redis-server") or ""
+# The system's: the bundled one, which an active environment has in its path, is built without TLS.
+_REDIS = shutil.which("redis-server", path=f"/usr/local/bin{os.pathsep}{os.defpath}") or ""
 _NUM_SLOTS = 16384
 _MESH_SLOT = key_slot(TAG.encode())
 

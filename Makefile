@@ -6,8 +6,8 @@ SOURCES := $(TYPED) tests
 FAST := 'not gpu and not soak'
 # Hundreds of processes import the same modules: images of containers that set this would have each compile them anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests of processes wait more than they compute, so two cores take three at once.
-TESTS_AT_ONCE ?= 3
+# Tests of processes wait more than they compute, so two cores take four at once.
+TESTS_AT_ONCE ?= 4
 
 .PHONY: demo up docs pictures test retest kernels lint style types protos wheels parity test-gpu netns upgrade compose-test interrupts chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test

@@ -57,10 +57,7 @@ class HostRows:
         self._threads = threads or OneThread()
         self._scratch: list[Stored] = []
         summarise(np.zeros((1, 1), np.float32))
-        wanted, row = (
-            RandomRows([0], [SamplingParams(max_new_tokens=1, temperature=1.0)], np.zeros(1)),
-            torch.zeros(1, 1),
-        )
+        row, wanted = torch.zeros(1, 1), RandomRows([0], [SamplingParams(temperature=1.0)], np.zeros(1))
         self.drawing(wanted, 1).tokens(row, {})
         self.top(row, torch.zeros(1, dtype=torch.int64), 1)
         self.copied(row, {})
@@ -73,11 +70,9 @@ class HostRows:
 
     def top(self, values: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
         values, shape = _with_whole_rows(values), (len(rows), count)
-        tops = Tops(
-            _matrix(values), values.shape[1], rows.numpy(), np.empty(shape, np.float32), np.empty(shape, np.int64)
-        )
-        self._run(find_tops, tops)
-        return torch.from_numpy(tops.values), torch.from_numpy(tops.columns)
+        found, columns = np.empty(shape, np.float32), np.empty(shape, np.int64)
+        self._run(find_tops, Tops(_matrix(values), values.shape[1], rows.numpy(), found, columns))
+        return torch.from_numpy(found), torch.from_numpy(columns)
 
     def copied(self, values: Tensor, masks: Tensors) -> Tensor:
         values, mask_of = _with_whole_rows(values), np.full(len(values), -1, np.int64)

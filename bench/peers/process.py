@@ -116,7 +116,7 @@ class PeerProcess:
 
 
 def _own_temporary(folder: str) -> dict[str, str]:
-    """The environment of a runner with this folder for temporary files. What PyTorch has compiled stays where it is."""
+    """The environment of a runner with this folder for temporary files. PyTorch's cache of compiled code is not one."""
     compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     return {"TORCHINDUCTOR_CACHE_DIR": compiled} | os.environ | {"TMPDIR": folder}
 

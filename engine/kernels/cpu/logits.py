@@ -1,4 +1,4 @@
-"""All that log-probabilities need of each row of logits; and copies of rows, with masks."""
+"""All that log-probabilities need of each row of logits, and its largest ones."""
 
 from typing import NamedTuple
 

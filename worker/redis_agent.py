@@ -57,6 +57,7 @@ class RedisAgent:
         async with redis.pubsub() as letters:
             # Subscribe before the first heartbeat, because a router may reply to it.
             await letters.subscribe(name_in(redis, ask_channel(self._agent.info.worker_id)))
+            require_not_cancelled()
             await self._send_and_listen(redis, letters)
 
     async def _send_and_listen(self, redis: Redis, letters: PubSub) -> None:
@@ -115,6 +116,7 @@ class RedisAgent:
                 pipe.zadd(name_in(redis, WORKERS), {worker_id: 0})
             pipe.publish(name_in(redis, HEARTBEATS), signed)
             await pipe.execute()
+        require_not_cancelled()
 
     async def _publish_loss(self, redis: Redis) -> None:
         """Tell the routers, which need not wait for the record to expire then."""

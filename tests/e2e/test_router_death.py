@@ -16,7 +16,7 @@ from tests.defects import Repaired
 from tests.e2e.in_middle import MAX_TRIES
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 from tests.e2e.test_failures import check_same, requests
-from tests.fakes.redis_server import RedisServer
+from tests.fakes.redis_server import running_redis
 
 NUM_HTTP = 4
 NUM_HTTP_TOKENS = 400
@@ -176,14 +176,10 @@ async def test_a_killed_router_is_noticed_as_a_pause(
 async def test_one_of_two_killed_routers_streams_go_on_at_the_other(
     checkpoint: Callable[[str], Path], tmp_path: Path, repaired: Repaired
 ) -> None:
-    redis = RedisServer()
-    await redis.start()
-    try:
+    async with running_redis() as redis:
         flags = (*FLAGS, "--routers", "2", "--registry-url", redis.url)
         async with mesh(checkpoint("llama-tied"), tmp_path, *flags) as running:
             num_grpc, num_http, gap_s = await check_kill(running)
-    finally:
-        redis.stop()
     repaired(
         "F3",
         f"one of two routers: {num_grpc} of {num_grpc} gRPC and {num_http} of {num_http} HTTP streams token-exact at "

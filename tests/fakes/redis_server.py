@@ -4,6 +4,8 @@ import asyncio
 import signal
 import socket
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +101,16 @@ class RedisServer:
 
     def client(self, **options: Any) -> Redis:
         return open_redis(self.url, **options)
+
+
+@asynccontextmanager
+async def running_redis() -> AsyncIterator[RedisServer]:
+    server = RedisServer()
+    try:
+        await server.start()
+        yield server
+    finally:
+        server.stop()
 
 
 class Watched:

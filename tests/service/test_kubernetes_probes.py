@@ -15,7 +15,7 @@ import httpx2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.tenants import digest_of, new_key
-from tests.fakes.redis_server import RedisServer
+from tests.fakes.redis_server import running_redis
 from tests.manifests import ROOT, Pod, pods, rendered
 from tests.waiting import LIMIT_S
 
@@ -80,9 +80,7 @@ async def test_a_mesh_without_workers_lives_and_is_not_ready(tmp_path: Path) -> 
     )
     keys = tmp_path / "keys.toml"
     keys.write_text(f'{digest_of(new_key())} = {{ tenant = "default" }}\n')
-    redis = RedisServer()
-    await redis.start()
-    try:
+    async with running_redis() as redis:
         settings = {"TANDEM_REGISTRY_URL": redis.url, "TANDEM_API_KEYS_FILE": str(keys), "TANDEM_MODEL": str(MODEL)}
         address = f"127.0.0.1:{router.ports[50051]}"
         async with router.running(**settings), gateway.running(TANDEM_ROUTER=address):
@@ -90,5 +88,3 @@ async def test_a_mesh_without_workers_lives_and_is_not_ready(tmp_path: Path) -> 
                 assert await pod.passes("startupProbe")
                 assert await pod.passes("livenessProbe")
                 assert not await pod.passes("readinessProbe")
-    finally:
-        redis.stop()

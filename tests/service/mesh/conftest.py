@@ -4,12 +4,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.fakes.redis_server import RedisServer
+from tests.fakes.redis_server import RedisServer, running_redis
 
 
 @pytest.fixture
 async def redis_server() -> AsyncIterator[RedisServer]:
-    server = RedisServer()
-    await server.start()
-    yield server
-    server.stop()
+    async with running_redis() as server:
+        yield server

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from mesh.rpc.server import Server
 from router.workers import redis_registry
 from router.workers.membership import Membership
 from router.workers.redis_registry import RedisRegistry
-from tests.fakes.redis_server import RedisServer
+from tests.fakes.redis_server import running_redis
 from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine, Watch, start_registry
 from tests.unit.router.test_membership import INFO
@@ -87,16 +88,15 @@ class Rig:
 
 @pytest.fixture(params=["in-process", "redis"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    server = RedisServer() if request.param == "redis" else None
-    if server is not None:
-        await server.start()
-    rig = Rig(InProcess() if server is None else InRedis(server.url))
-    await rig.registry.start(rig.membership)
-    yield rig
-    await rig.leave()
-    await rig.registry.stop()
-    if server is not None:
-        server.stop()
+    async with AsyncExitStack() as stack:
+        if request.param == "redis":
+            rig = Rig(InRedis((await stack.enter_async_context(running_redis())).url))
+        else:
+            rig = Rig(InProcess())
+        await rig.registry.start(rig.membership)
+        yield rig
+        await rig.leave()
+        await rig.registry.stop()
 
 
 async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:

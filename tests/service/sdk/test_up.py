@@ -102,9 +102,11 @@ def started(tmp_path: Path) -> Iterator[list[Up]]:
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
     server = RedisServer()
-    asyncio.run(server.start())
-    yield server
-    server.stop()
+    try:
+        asyncio.run(server.start())
+        yield server
+    finally:
+        server.stop()
 
 
 def test_it_serves_until_asked_to_stop(tmp_path: Path, started: list[Up]) -> None:

@@ -1,0 +1,62 @@
+"""What runs over Redis ends when it is cancelled, also while redis writes. It does so in asyncio.wait_for, which, in
+Python 3.11, loses a cancellation that comes in the same moment as the end of the write.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from redis.asyncio.connection import AbstractConnection
+
+from router.admission.shared_limiter import SharedLimiter
+from router.workers.membership import Membership
+from router.workers.redis_registry import RedisRegistry
+from tests.fakes.redis_server import RedisServer
+from tests.fakes.router_views import no_traffic
+from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
+from tests.unit.router.test_membership import INFO
+from tests.waiting import LIMIT_S
+from worker.agent import RegistryAgent
+from worker.redis_agent import RedisAgent
+
+
+def runs(url: str) -> dict[str, Coroutine[Any, Any, None]]:
+    return {
+        "registration": RedisAgent(url, KEY, RegistryAgent(INFO, FakeEngine(), MEMBER)).run(),
+        "discovery": RedisRegistry(url, Membership(time.monotonic), MEMBER, no_traffic()).run(),
+        "permits": SharedLimiter(url, "router-0", 4).run(),
+    }
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+@pytest.mark.parametrize("name", ["registration", "discovery", "permits"])
+async def test_a_cancellation_that_is_lost_in_a_write(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    """The write of this number lasts until it is cancelled, and hides that."""
+    num_writes, lasts, write = 0, asyncio.Event(), AbstractConnection.send_packed_command
+
+    async def written(connection: AbstractConnection, *args: Any, **options: Any) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        is_it = num_writes == number
+        await write(connection, *args, **options)
+        if is_it:
+            lasts.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                return
+
+    monkeypatch.setattr(AbstractConnection, "send_packed_command", written)
+    programs = runs(redis_server.url)
+    running = asyncio.create_task(programs.pop(name))
+    for other in programs.values():
+        other.close()
+    async with asyncio.timeout(LIMIT_S):
+        await lasts.wait()
+        running.cancel()
+        await asyncio.wait([running])
+    assert running.cancelled()

@@ -5,6 +5,7 @@ One thread calls it. Other threads may read the KV cache.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 
@@ -141,7 +142,7 @@ class ModelRunner:
         self._use_threads()
         builder, copies = next(self._builders)
         step = builder.build(ScheduledBatch((ScheduledSequence(prompt, 0, prompt.num_prompt_tokens),)))
-        finish, _ = self._forward(step, copies, None)
+        finish, _ = self._forward(replace(step, reads_all=True), copies, None)
         return self._model.logits(finish()[places.start : places.stop]).values
 
     def _use_threads(self) -> None:

@@ -47,6 +47,7 @@ class StepInput:
     state_tables: Int32s | None = None  # [num_seqs, state_blocks], see PassStates
     is_repeated: tuple[bool, ...] = ()
     num_groups: int = 1  # of layers, see KVGroups
+    reads_all: bool = False  # the results of all rows are read, not only those of sample_rows
 
     def on_device(self, copies: DeviceCopies) -> "StepTensors":
         """The step on the model's device, by one copy. On CPU the tensors share the arrays' memory."""
@@ -67,6 +68,7 @@ class StepInput:
             adapters=self.adapters,
             states=PassStates(tensors["states"], self.is_repeated) if "states" in tensors else None,
             num_groups=self.num_groups,
+            result_rows=None if self.reads_all else tensors["sample_rows"],
         )
         return StepTensors(tensors["token_ids"], tensors["sample_rows"], metadata)
 
@@ -145,6 +147,7 @@ class StepInputBuilder:
             state_tables=self._state_tables(batch) if self._state_blocks else None,
             is_repeated=tuple(item.is_repeated for item in items),
             num_groups=self._groups.count,
+            reads_all=any(item.sequence.spec.prompt_logprobs for item in items),
         )
 
     def _slots_of(self, decode: ScheduledSequence) -> list[int]:

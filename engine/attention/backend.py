@@ -79,6 +79,7 @@ class ForwardMetadata:
     is_captured: bool = False  # the host must not read what the device computes
     masks: dict[object, Tensor] = field(default_factory=dict)  # built once per step, shared by its layers
     num_groups: int = 1  # see KVGroups; attention backends get the metadata of one group
+    result_rows: Tensor | None = None  # [rows] int64, ascending: those whose result is read; None: all
 
     def by_group(self) -> "list[ForwardMetadata]":
         """The metadata of each group."""

@@ -7,6 +7,7 @@ The loop runs in several threads together: the caller, helpers on the worker's c
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from engine.attention.backend import ForwardMetadata, one_token
+from engine.attention.backend import AdapterRows, ForwardMetadata, one_token
 from engine.attention.cpu import kernel_batch
-from engine.kernels.cpu.arguments import Batch, Int64s, Range
+from engine.kernels.cpu.arguments import Batch, Int64s, Range, StateSteps
 from engine.kernels.cpu.layer_kernels import LAYER_KERNELS, needed_by
 from engine.kernels.cpu.machine import AMX_DEPTH, has_amx, knows_amx, multiplies_bf16
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes
@@ -34,6 +35,7 @@ from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_weights import PackedDecoder
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.recurrent.state import RecurrentStates, state_steps
+from engine.models.result_rows import adapters_of_results, batch_of_results, last_writing_layer
 from engine.models.rope import ropes_of
 from engine.models.rotation_table import RotationTable
 from engine.models.row_shares import RowCut, costs_of_rows, cut_rows, most_shares
@@ -41,6 +43,23 @@ from engine.models.share import rank_share
 from engine.sampling.host_rows import HostRows, host_summary
 from engine.sampling.row_math import RowMath
 from mesh.domain.host import Cores
+
+
+_LEAST_LEFT = 16
+"""Rows that are left behind the last layer that writes KV, at least: another run of the loop takes time, too."""
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows of a step that go through layers together, and the arguments for so many threads."""
+
+    batch: Batch
+    states: StateSteps
+    adapters: tuple[AdapterRows, ...]
+    are_results: bool = False
+    num_threads: int = 0
+    arguments: Sequence[tuple[Stored, ...]] = ()
+    needed: tuple[int, ...] = ()
 
 
 class CompiledDecoder:
@@ -82,6 +101,7 @@ class CompiledDecoder:
         self._row_costs = costs_of_rows(config, np.dtype(operands).itemsize)
         places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
         self._num_groups = cache.layout.groups.count
+        self._last_writing = last_writing_layer(config)
         self._model = model_constants(config, packed, layers, shapes, cache, places)
         self._unlinked = list(LAYER_KERNELS) if compile_all else needed_by(self._model)
         self._memory = LoopMemory(
@@ -125,18 +145,44 @@ class CompiledDecoder:
     def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
         """Compute these layers on the residual in the ranks' buffers. The part of a pass that every rank does."""
         batch = kernel_batch(metadata, self._block_size, self._rotations.of_step(metadata), self._parts)
-        num_threads = 0
-        states = state_steps(metadata)
+        num_tokens, states, rows = len(batch.slots), state_steps(metadata), self._result_rows(metadata)
+        all_rows, cut, results = _Rows(batch, states, metadata.adapters), 2 * self.layers.count, None
+        if rows is not None:
+            cut = 2 * self._last_writing + 1
         for first, end in layer_groups:
-            if self.threads.count != num_threads:  # lent cores are given back between groups
-                num_threads = self.threads.count
-                shares = self._row_shares(batch)
-                rows = [share.rows for share in shares]
-                arguments = self._memory.of_layers(batch, states, metadata.adapters, rows, num_threads)
-                self._link(arguments[0])
-            held = Range(first - self.layers.first, end - self.layers.first)
-            needed = tuple(share.first_needed for share in shares)
-            self.threads.run(run_layers, arguments, held, needed)
+            halves = Range(2 * (first - self.layers.first), 2 * (end - self.layers.first))
+            if halves.first < cut:
+                self._run(all_rows, Range(halves.first, min(halves.end, cut)))
+            if halves.end > cut and rows is not None and len(rows):
+                if results is None:
+                    self._memory.take_results(num_tokens, rows)
+                    adapters = adapters_of_results(metadata.adapters, rows)
+                    results = _Rows(batch_of_results(batch, rows), states, adapters, are_results=True)
+                self._run(results, Range(max(halves.first, cut), halves.end))
+        if results is not None and rows is not None:
+            self._memory.put_results(num_tokens, rows)
+
+    def _result_rows(self, metadata: ForwardMetadata) -> Int64s | None:
+        """The rows that go on behind the last layer that writes KV; None: all."""
+        rows = metadata.result_rows
+        has_halves = self._ranks.degrees.num_ranks == 1 and not self._model.latent.rank
+        if rows is None or not has_halves or len(metadata.positions) - len(rows) < _LEAST_LEFT:
+            return None
+        return rows.numpy()
+
+    def _run(self, rows: "_Rows", halves: Range) -> None:
+        """Compute halves of layers, see `run_layers` of the kernels."""
+        if self.threads.count != rows.num_threads:  # lent cores are given back between groups
+            rows.num_threads, batch = self.threads.count, rows.batch
+            shares = self._row_shares(batch)
+            of_shares, are_results = [share.rows for share in shares], rows.are_results
+            rows.arguments = self._memory.of_layers(
+                batch, rows.states, rows.adapters, of_shares, rows.num_threads, are_results=are_results
+            )
+            # Before results go on, the KV of all rows is written.
+            rows.needed = tuple(number if are_results else share.first_needed for number, share in enumerate(shares))
+            self._link(rows.arguments[0])
+        self.threads.run(run_layers, rows.arguments, halves, rows.needed)
 
     def _link(self, arguments: Sequence[Stored]) -> None:
         """Before the first run, give the loop the addresses of the kernels of layers that it calls."""

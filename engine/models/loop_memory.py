@@ -17,6 +17,7 @@ from engine.kernels.cpu.arguments import (
     Bytes,
     Floats,
     HeadShape,
+    Int64s,
     Operand,
     Queries,
     Range,
@@ -50,6 +51,8 @@ from engine.models.share import rank_share
 
 AMX_OPERANDS = (np.uint8, np.int16)
 """Types of the left operand whose products use AMX: int8, and bf16 rounded to it."""
+_RESULTS = "result_"
+"""Before the names of buffers of what result rows (result_rows.py) take along."""
 _NO_AMX: Bytes = np.empty(0, np.uint8)
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
 _NO_CHOICES, _NO_NUMBERS = np.empty((0, 0), np.int64), _NO_ROWS.reshape(0)
@@ -65,6 +68,7 @@ class _StepSize(NamedTuple):
     shares: tuple[Range, ...]  # of rows; each has as many threads
     have_prompts: tuple[bool, ...]
     adapters: tuple[AdapterRows, ...]
+    are_results: bool
 
 
 class _Kept(NamedTuple):
@@ -95,7 +99,7 @@ class LoopMemory:
         self._constants = stored(in_bytes(model))
         self._buffers = Buffers()
         self._thread_buffers: list[Buffers] = []
-        self._layers, self._output = _Kept(None, []), _Kept(None, [])
+        self._layers, self._output = {False: _Kept(None, []), True: _Kept(None, [])}, _Kept(None, [])
         self._rows: tuple[object, OutputRows | None] = (None, None)  # and what they were made for
 
     def of_layers(
@@ -105,8 +109,12 @@ class LoopMemory:
         adapters: tuple[AdapterRows, ...],
         shares: Sequence[Range],
         num_threads: int,
+        *,
+        are_results: bool = False,
     ) -> list[tuple[Stored, ...]]:
-        """The arguments of each thread for `run_layers`. Each share of rows has as many threads."""
+        """The arguments of each thread for `run_layers`. Each share of rows has as many threads. With `are_results` the
+        rows are those of `take_results`.
+        """
         batches, of_shares = [batch], [states]
         if len(shares) > 1:
             batches = [batch_of(batch, rows) for rows in shares]
@@ -116,13 +124,15 @@ class LoopMemory:
         facts = list(map(facts_of, batches))
         splits = [self._splits(*each) for each in zip(self._thread_buffers, facts, strict=False)]
         have_prompts = tuple(each.has_prompt for each in facts)
-        size = _StepSize(len(batch.slots), num_threads, tuple(shares), have_prompts, adapters)
-        if self._layers.made_for != (size, self._versions()):
+        size = _StepSize(len(batch.slots), num_threads, tuple(shares), have_prompts, adapters, are_results)
+        kept = self._layers[are_results]
+        if kept.made_for != (size, self._versions()):
             memories = self._new_memories(size, splits)
-            self._layers = _Kept((size, self._versions()), [(self._constants, memory) for memory in memories])
+            kept = _Kept((size, self._versions()), [(self._constants, memory) for memory in memories])
+            self._layers[are_results] = kept
         steps = [stored(StepBatch(*each)) for each in zip(batches, of_shares, strict=True)]
         each_step = (step for step in steps for _ in range(num_threads // len(shares)))
-        return [(*kept, step) for kept, step in zip(self._layers.arguments, each_step, strict=True)]
+        return [(*own, step) for own, step in zip(kept.arguments, each_step, strict=True)]
 
     def of_output(self, num_rows: int, num_threads: int) -> list[tuple[Stored, ...]]:
         """The arguments of each thread for `output_rows`, which computes logits of the rows in the ranks' buffers."""
@@ -163,8 +173,8 @@ class LoopMemory:
         return splits
 
     def _new_memories(self, size: _StepSize, splits: Sequence[Splits]) -> list[Stored]:
-        num_tokens, num_threads, shares, have_prompts, adapters = size
-        acts = self._activations(num_tokens, is_adapted=bool(adapters))
+        num_tokens, num_threads, shares, have_prompts, adapters, are_results = size
+        acts = self._activations(num_tokens, is_adapted=bool(adapters), of=_RESULTS if are_results else "")
         num_rows, own_buffers = max(num_tokens, self._num_copies(num_tokens)), self._thread_buffers[:num_threads]
         operands = self._operands(num_rows, self._model.weights, shares, num_threads)
         adapted = self._adapted(adapters, num_tokens, own_buffers)
@@ -190,6 +200,23 @@ class LoopMemory:
         tiles = [buffers.get("adapter_tile", MAX_PANEL_ROWS * PANEL) for buffers in own]
         return [StepAdapters(self._adapters, runs, normed, shrunk, tile) for tile in tiles]
 
+    def take_results(self, num_tokens: int, rows: Int64s) -> None:
+        """Copy what the second half of a layer reads of these rows to where the loop computes results."""
+        facts, of_inputs = self._config.recurrent, self._config.num_layers * self._model.inputs.width
+        widths = {"residual": self._config.hidden_size, "inputs": of_inputs}
+        widths["recurred"] = 0 if facts is None else facts.result_width
+        for name, width in widths.items():
+            if width:
+                self.rows(_RESULTS + name, len(rows), width)[:] = self.rows(name, num_tokens, width)[rows]
+        size, width = (len(rows) + TILE_ROWS) * self._qkv_width, self._qkv_width
+        results, qkv = self._buffers.get(_RESULTS + "qkv", size), self._buffers.get("qkv", num_tokens * width)
+        results[: len(rows) * width].reshape(-1, width)[:] = qkv[: num_tokens * width].reshape(-1, width)[rows]
+
+    def put_results(self, num_tokens: int, rows: Int64s) -> None:
+        """Copy the residual of the results to these rows."""
+        width = self._config.hidden_size
+        self.rows("residual", num_tokens, width)[rows] = self.rows(_RESULTS + "residual", len(rows), width)
+
     def rows(self, name: str, rows: int, width: int, first_column: int = 0) -> Floats:
         """The buffer `name` as [rows, width]. With `first_column` the view begins there and ends as far into a row that
         is not used, so that a product can write to the columns from there on.
@@ -197,21 +224,21 @@ class LoopMemory:
         buffer: Floats = self._ranks.buffers.get(name, (rows + 1) * width)
         return buffer[first_column : first_column + rows * width].reshape(rows, width)
 
-    def _activations(self, rows: int, *, is_adapted: bool) -> Activations:
+    def _activations(self, rows: int, *, is_adapted: bool, of: str) -> Activations:
         config, share, family = self._config, self._share, self._model.family
         branch_rows = rows if family.sandwich else 0
         is_plain = family.activation == SILU and config.activation_factors == (1.0, 1.0) and not is_adapted
         gate_up_rows = rows if family.gated and not is_plain else 0
         q_width, inner = config.num_heads * self._model.shape.head_dim, int(self._model.widths[:, 1].max())
-        latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows)
+        latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows, of)
         width = q_width if config.latent else self._qkv_width
-        projected, recurred = self._recurrent_rows(rows)
-        qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
+        projected, recurred = self._recurrent_rows(rows, of)
+        qkv = self._buffers.get(of + "qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
         own_attended = self.rows("latents" if config.latent else "attended", rows, q_width, first_query)
         return Activations(
-            residual=self.rows("residual", rows, config.hidden_size),
-            own_residual=self.rows("residual", rows, config.hidden_size, share.hidden.first),
+            residual=self.rows(of + "residual", rows, config.hidden_size),
+            own_residual=self.rows(of + "residual", rows, config.hidden_size, share.hidden.first),
             branch=self.rows("branch", branch_rows, config.hidden_size),
             own_branch=self.rows("branch", branch_rows, config.hidden_size, share.hidden.first),
             inner=self.rows("inner", rows, inner),
@@ -232,20 +259,20 @@ class LoopMemory:
             input_gates=input_gates,
         )
 
-    def _input_rows(self, rows: int) -> tuple[Floats, Floats, Floats]:
+    def _input_rows(self, rows: int, of: str) -> tuple[Floats, Floats, Floats]:
         width = self._model.inputs.width
         if not width:
             return _NO_ROWS, _NO_ROWS, _NO_ROWS
         of_layers = self._config.num_layers * width
-        inputs, of_tokens = (self.rows(name, rows, of_layers) for name in ("inputs", "token_inputs"))
+        inputs, of_tokens = (self.rows(name, rows, of_layers) for name in (of + "inputs", "token_inputs"))
         return inputs, of_tokens, self.rows("input_gates", rows, width)
 
-    def _recurrent_rows(self, rows: int) -> tuple[Floats, Floats]:
+    def _recurrent_rows(self, rows: int, of: str) -> tuple[Floats, Floats]:
         facts = self._config.recurrent
         if facts is None:
             return _NO_ROWS, _NO_ROWS
         return self.rows("projected", rows, round_up(facts.projected, PANEL)), self.rows(
-            "recurred", rows, facts.result_width
+            of + "recurred", rows, facts.result_width
         )
 
     def _latent_rows(self, rows: int) -> LatentRows:

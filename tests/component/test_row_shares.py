@@ -48,7 +48,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch.set_num_threads(1)
 
 
-def runs_of(runner: ModelRunner, *digests: str) -> list[Run]:
+def runs_of(runner: ModelRunner, *digests: str, prompt_logprobs: bool = True) -> list[Run]:
     """Prompts that begin in different steps, so that most steps have generated tokens and several chunks."""
     driver, drawn = Driver(runner), random.Random(5)
     digests = digests or ("",) * len(LENGTHS)
@@ -58,7 +58,7 @@ def runs_of(runner: ModelRunner, *digests: str) -> list[Run]:
                 f"r{number}",
                 [drawn.randrange(256) for _ in range(length)],
                 max_new_tokens=NUM_NEW,
-                prompt_logprobs=True,
+                prompt_logprobs=prompt_logprobs,
                 adapter=digest,
             )
         )

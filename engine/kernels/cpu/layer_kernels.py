@@ -80,8 +80,8 @@ from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load
 
 @Kernel
 def compute_recurrence(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
-    """`step._compute_attention` of a recurrence. There is one rank. In a layer with both, attention lets later rows go
-    on.
+    """`step._write_kv` of a recurrence, and its results. There is one rank. In a layer with both, attention lets later rows
+    go on.
     """
     model, memory, step, team = load(kinds, addresses)
     layer = layers.first
@@ -114,7 +114,7 @@ def _mix(model: ModelConstants, memory: ThreadMemory, step: StepBatch, layer: in
 
 @Kernel
 def compute_latent_attention(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
-    """`step._compute_attention` over latents. There is one rank, which has no adapters."""
+    """`step._write_kv` and `step._attend` over latents. There is one rank, which has no adapters."""
     model, memory, step, team = load(kinds, addresses)
     layer = layers.first
     latent, weights, attending, buffers = (

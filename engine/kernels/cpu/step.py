@@ -75,23 +75,29 @@ _ONE = np.float32(1.0)
 
 
 @Kernel
-def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
-    """Compute a range of layers: update the residual and write KV to the cache. Every thread runs this kernel, on
+def run_layers(kinds: Kinds, addresses: Addresses, halves: Range) -> None:
+    """Compute a range of halves of layers. The first half of layer i, number 2 * i, writes KV and states to the cache;
+    the second one updates the residual, by attention and what follows. Every thread runs this kernel, on
     ModelConstants, ThreadMemory, StepBatch and Team. It calls the kernels in layer_kernels.py.
     """
     model, memory, step, team = load(kinds, addresses)
     operand, adapted = memory.operand, memory.adapted
     begin_products(operand)
     start_phases(team.phase_cycles)
-    if layers.first == 0 and model.inputs.width:
+    if halves.first == 0 and model.inputs.width:
         call_kernel(model.layer_code[ALL_INPUTS], addresses, 0)
-    for layer in range(layers.first, layers.end):
-        if model.are_recurrent[layer]:
-            call_kernel(model.layer_code[RECURRENCE], addresses, layer)
+    for layer in range(halves.first // 2, (halves.end + 1) // 2):
+        if halves.first <= 2 * layer:
+            if model.are_recurrent[layer]:
+                call_kernel(model.layer_code[RECURRENCE], addresses, layer)
+            if model.have_attention[layer] and not model.latent.rank:
+                _write_kv(model, memory, step, team, layer)
+        if halves.end <= 2 * layer + 1:
+            break
         if model.latent.rank:
             call_kernel(model.layer_code[LATENT_ATTENTION], addresses, layer)
         elif model.have_attention[layer]:
-            _compute_attention(model, memory, step, team, layer)
+            _attend(model, memory, step, team, layer)
         if model.family.parallel:
             _compute_inner(model, memory, team, layer)
             _add_attention(model, memory, team, layer)
@@ -106,22 +112,22 @@ def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
                     _add_mlp(model, memory, team, layer)
         if model.inputs.width:
             call_kernel(model.layer_code[LAYER_INPUT], addresses, layer)
-    if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.family.sandwich):
+    if halves.end == 2 * len(model.norms) and (len(adapted.runs) > 0 or model.family.sandwich):
         finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
     end_products(operand)
 
 
 @jit
-def _compute_attention(model: ModelConstants, memory: ThreadMemory, step: StepBatch, team: Team, layer: int) -> None:
-    """Compute attention of the residual. From here to `_add_mlp`, between two barriers that follow each other, a thread
-    reads and writes its own rows of the residual only.
+def _write_kv(model: ModelConstants, memory: ThreadMemory, step: StepBatch, team: Team, layer: int) -> None:
+    """Compute queries, and write keys and values. From here to `_add_mlp`, between two barriers that follow each other,
+    a thread reads and writes its own rows of the residual only.
     """
     acts, operand, cache, adapted = memory.acts, memory.operand, model.cache, memory.adapted
     attending, place = attending_of(model, memory, step, layer), place_of(model, layer)
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows = share_of(len(acts.residual), team.number, team.num_all)
     own_rows = share_of(len(acts.residual), team.thread, team.num_threads)
-    qkv, window, family = matrices_of(model, layer).qkv, window_of(model, layer), model.family
+    qkv, family = matrices_of(model, layer).qkv, model.family
     put_inputs(model, memory, rows, layer, QKV_SITE, qkv)
     finish_phase(team, NORM)
     product(operand, weights, qkv, Target(acts.qkv, STORE), part)
@@ -140,6 +146,13 @@ def _compute_attention(model: ModelConstants, memory: ThreadMemory, step: StepBa
     rotate_and_store(acts.queries.rows, norms, attending, cache, place, model.ropes[layer], own_rows)
     finish_own_phase(team, STORE_KV)
     publish_rows(team.share, team.thread, layer)
+
+
+@jit
+def _attend(model: ModelConstants, memory: ThreadMemory, step: StepBatch, team: Team, layer: int) -> None:
+    """Compute attention of the queries."""
+    attending, place = attending_of(model, memory, step, layer), place_of(model, layer)
+    window, cache, part = window_of(model, layer), model.cache, Part(team.thread, team.num_threads)
     wait_for_earlier_rows(team.share, layer)
     attend(attending, cache, place, window, part)
     if has_splits(attending.batch, window):

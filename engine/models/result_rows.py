@@ -1,0 +1,43 @@
+"""Result rows: those rows of a step whose hidden states somebody reads, such as the last token of a prompt. The others
+are computed for their KV only, so the model leaves them once the last layer that writes KV has written it.
+
+A model of 30 layers saves nearly a thirtieth of a prompt, one whose last layers read the KV of earlier ones more.
+A row's result is the same, because it does not depend on its batch.
+"""
+
+import numpy as np
+
+from engine.attention.backend import AdapterRows
+from engine.kernels.cpu.arguments import Batch, Int64s
+from engine.models.blocks import has_attention
+from engine.models.model_config import ModelConfig
+
+
+def last_writing_layer(config: ModelConfig) -> int:
+    """The last layer that writes KV or a state."""
+    return max(
+        layer
+        for layer in range(config.num_layers)
+        if config.is_recurrent(layer) or (has_attention(config, layer) and config.stores_kv(layer))
+    )
+
+
+def batch_of_results(batch: Batch, rows: Int64s) -> Batch:
+    """These rows of a step as a step in which each is a sequence of its own, behind the tokens that it sees."""
+    sequences = np.searchsorted(batch.query_starts, rows, "right") - 1
+    rotated = batch.rotations.rows
+    behind = batch.query_starts[sequences + 1] - rows.astype(np.int32)
+    return Batch(
+        slots=batch.slots[rows],
+        segments=batch.segments[sequences],
+        context_lens=batch.context_lens[sequences] - behind + np.int32(1),
+        prompt_lens=batch.prompt_lens[sequences],
+        query_starts=np.arange(len(rows) + 1, dtype=np.int32),
+        rotations=batch.rotations._replace(rows=rotated[rows] if len(rotated) else rotated),
+    )
+
+
+def adapters_of_results(adapters: tuple[AdapterRows, ...], rows: Int64s) -> tuple[AdapterRows, ...]:
+    """The adapters of these rows."""
+    cut = (AdapterRows(slot, *np.searchsorted(rows, bounds).tolist()) for slot, *bounds in adapters)
+    return tuple(each for each in cut if each.first < each.end)

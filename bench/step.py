@@ -284,7 +284,8 @@ def _product_speeds(
     phases_ms: Mapping[tuple[Variant, int], Mapping[str, float]],
 ) -> Iterator[str]:
     """Arithmetic of the products, and their share of the roofline: the limit of arithmetic or of memory, whichever is
-    lower. bytes_per_s: of memory.
+    lower. Of a prompt, all layers count for all tokens, though some leave the last ones out (result_rows.py).
+    bytes_per_s: of memory.
     """
     limit = operations_per_s(_ARITHMETIC.get(subject.precision.weights, "float32"), variant.num_threads)
     size, num_bytes = subject.size, subject.step_bytes

@@ -35,7 +35,7 @@ from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_weights import PackedDecoder
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.recurrent.state import RecurrentStates, state_steps
-from engine.models.result_rows import adapters_of_results, batch_of_results, last_writing_layer
+from engine.models.result_rows import adapters_of_results, batch_of_results, largest_number, last_writing_layer
 from engine.models.rope import ropes_of
 from engine.models.rotation_table import RotationTable
 from engine.models.row_shares import RowCut, costs_of_rows, cut_rows, most_shares
@@ -43,7 +43,6 @@ from engine.models.share import rank_share
 from engine.sampling.host_rows import HostRows, host_summary
 from engine.sampling.row_math import RowMath
 from mesh.domain.host import Cores
-
 
 _LEAST_LEFT = 16
 """Rows that are left behind the last layer that writes KV, at least: another run of the loop takes time, too."""
@@ -101,7 +100,8 @@ class CompiledDecoder:
         self._row_costs = costs_of_rows(config, np.dtype(operands).itemsize)
         places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
         self._num_groups = cache.layout.groups.count
-        self._last_writing = last_writing_layer(config)
+        self._written = 2 * last_writing_layer(config) + 1  # halves behind which all KV is written
+        self._largest_kv = largest_number(cache.tensor.dtype)
         self._model = model_constants(config, packed, layers, shapes, cache, places)
         self._unlinked = list(LAYER_KERNELS) if compile_all else needed_by(self._model)
         self._memory = LoopMemory(
@@ -145,22 +145,17 @@ class CompiledDecoder:
     def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
         """Compute these layers on the residual in the ranks' buffers. The part of a pass that every rank does."""
         batch = kernel_batch(metadata, self._block_size, self._rotations.of_step(metadata), self._parts)
-        num_tokens, states, rows = len(batch.slots), state_steps(metadata), self._result_rows(metadata)
-        all_rows, cut, results = _Rows(batch, states, metadata.adapters), 2 * self.layers.count, None
-        if rows is not None:
-            cut = 2 * self._last_writing + 1
+        rows = all_rows = _Rows(batch, state_steps(metadata), metadata.adapters)
+        results = self._result_rows(metadata)
         for first, end in layer_groups:
             halves = Range(2 * (first - self.layers.first), 2 * (end - self.layers.first))
-            if halves.first < cut:
-                self._run(all_rows, Range(halves.first, min(halves.end, cut)))
-            if halves.end > cut and rows is not None and len(rows):
-                if results is None:
-                    self._memory.take_results(num_tokens, rows)
-                    adapters = adapters_of_results(metadata.adapters, rows)
-                    results = _Rows(batch_of_results(batch, rows), states, adapters, are_results=True)
-                self._run(results, Range(max(halves.first, cut), halves.end))
-        if results is not None and rows is not None:
-            self._memory.put_results(num_tokens, rows)
+            if results is not None and halves.first < self._written < halves.end:
+                self._run(rows, Range(halves.first, self._written))
+                halves = Range(self._written, halves.end)
+                rows = self._leave_others(all_rows, results)
+            self._run(rows, halves)
+        if rows is not all_rows and results is not None:
+            self._memory.put_results(len(batch.slots), results)
 
     def _result_rows(self, metadata: ForwardMetadata) -> Int64s | None:
         """The rows that go on behind the last layer that writes KV; None: all."""
@@ -170,19 +165,30 @@ class CompiledDecoder:
             return None
         return rows.numpy()
 
+    def _leave_others(self, rows: "_Rows", results: Int64s) -> "_Rows":
+        """The rows that go on. All of them if one has KV that is not finite, which their results must show."""
+        if not self._memory.is_finite(len(rows.batch.slots), self._written // 2, self._largest_kv):
+            return rows
+        self._memory.take_results(len(rows.batch.slots), results)
+        adapters = adapters_of_results(rows.adapters, results)
+        return _Rows(batch_of_results(rows.batch, results), rows.states, adapters, are_results=True)
+
     def _run(self, rows: "_Rows", halves: Range) -> None:
         """Compute halves of layers, see `run_layers` of the kernels."""
+        if rows.are_results and not len(rows.batch.slots):
+            return  # a chunk in the middle of a prompt
         if self.threads.count != rows.num_threads:  # lent cores are given back between groups
             rows.num_threads, batch = self.threads.count, rows.batch
             shares = self._row_shares(batch)
-            of_shares, are_results = [share.rows for share in shares], rows.are_results
+            of_shares = [share.rows for share in shares]
             rows.arguments = self._memory.of_layers(
-                batch, rows.states, rows.adapters, of_shares, rows.num_threads, are_results=are_results
+                batch, rows.states, rows.adapters, of_shares, rows.num_threads, are_results=rows.are_results
             )
-            # Before results go on, the KV of all rows is written.
-            rows.needed = tuple(number if are_results else share.first_needed for number, share in enumerate(shares))
+            rows.needed = tuple(share.first_needed for share in shares)
             self._link(rows.arguments[0])
-        self.threads.run(run_layers, rows.arguments, halves, rows.needed)
+        # Behind the last layer that writes KV, no share waits for the KV of another.
+        needed = rows.needed if halves.first < self._written else tuple(range(len(rows.needed)))
+        self.threads.run(run_layers, rows.arguments, halves, needed)
 
     def _link(self, arguments: Sequence[Stored]) -> None:
         """Before the first run, give the loop the addresses of the kernels of layers that it calls."""

@@ -200,6 +200,21 @@ class LoopMemory:
         tiles = [buffers.get("adapter_tile", MAX_PANEL_ROWS * PANEL) for buffers in own]
         return [StepAdapters(self._adapters, runs, normed, shrunk, tile) for tile in tiles]
 
+    def is_finite(self, num_tokens: int, layer: int, largest: float) -> bool:
+        """True if what the first half of a layer has written is finite: keys and values, stored as numbers up to
+        `largest`, and the results of a recurrence.
+        """
+        written, facts = [], self._config.recurrent
+        if self._model.have_attention[layer]:
+            num_kv_heads, head_dim = self._model.heads[layer, :2].tolist()
+            first, width = self._model.shape.num_heads * head_dim, self._qkv_width
+            qkv = self._buffers.get("qkv", num_tokens * width)[: num_tokens * width].reshape(-1, width)
+            written.append(qkv[:, first : first + 2 * num_kv_heads * head_dim])
+        if facts is not None and self._model.are_recurrent[layer]:
+            written.append(self.rows("recurred", num_tokens, facts.result_width))
+        # NaN is not less.
+        return all(max(values.max(), -values.min()) <= largest for values in written)
+
     def take_results(self, num_tokens: int, rows: Int64s) -> None:
         """Copy what the second half of a layer reads of these rows to where the loop computes results."""
         facts, of_inputs = self._config.recurrent, self._config.num_layers * self._model.inputs.width

@@ -6,6 +6,7 @@ A row's result is the same, because it does not depend on its batch.
 """
 
 import numpy as np
+import torch
 
 from engine.attention.backend import AdapterRows
 from engine.kernels.cpu.arguments import Batch, Int64s
@@ -20,6 +21,11 @@ def last_writing_layer(config: ModelConfig) -> int:
         for layer in range(config.num_layers)
         if config.is_recurrent(layer) or (has_attention(config, layer) and config.stores_kv(layer))
     )
+
+
+def largest_number(kind: torch.dtype) -> float:
+    """The largest key or value that KV of this type can hold. int8 has scales in fp32."""
+    return torch.finfo(kind if kind.is_floating_point else torch.float32).max
 
 
 def batch_of_results(batch: Batch, rows: Int64s) -> Batch:

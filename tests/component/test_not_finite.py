@@ -1,14 +1,18 @@
 """NaN and infinity: a request whose numbers are not finite fails by name, and nothing else changes."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
+from engine.models.read_config import load_decoder_config
+from engine.models.result_rows import last_writing_layer
 from engine.runner import RunnerOutput
 from mesh.domain.errors import InvalidRequest, ModelFailed
 from tests.component.arms import embedding, load_arm, settings
@@ -126,6 +130,22 @@ def test_a_wrong_draft_that_breaks_changes_nothing(checkpoint: Checkpoint, famil
     counters = scheduler.load()
     assert counters.drafted_tokens > counters.accepted_tokens == 0
     assert bool(torch.isfinite(runner.kv_cache.tensor.to(torch.float32)).all())
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon-h1"])
+@pytest.mark.parametrize(("kv_dtype", "factor"), [("float32", 2e38), ("float16", 1e6), ("int8", 2e38)])
+def test_values_of_the_last_layer_that_break(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, kv_dtype: str, factor: float
+) -> None:
+    """In a chunk of whose rows nobody reads the result: no later row may find it in the cache."""
+    model_dir = tmp_path / family
+    shutil.copytree(checkpoint(family), model_dir)
+    layer, tensors = last_writing_layer(load_decoder_config(model_dir)), load_file(model_dir / "model.safetensors")
+    tensors[f"model.layers.{layer}.self_attn.v_proj.weight"] *= factor
+    save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+    driver = Driver(load_arm(model_dir, "compiled", kv_dtype=kv_dtype))
+    [output] = driver.step((driver.add(make_request("bad", range(100, 160))), 40))
+    assert "NaN or infinity" in failure(output)
 
 
 def test_a_failed_grammar_does_not_hide_what_breaks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from engine.attention.backend import AdapterRows
 from engine.batch import ScheduledBatch
 from engine.kernels.cpu.arguments import Batch
 from engine.models import compiled_decoder
+from engine.models.loop_memory import LoopMemory
 from engine.models.result_rows import adapters_of_results, batch_of_results
 from engine.runner import FinishBatch
 from mesh.domain.kv import Span
@@ -83,6 +84,21 @@ def test_latent_attention_computes_all_rows(checkpoint: Checkpoint, left: list[i
     runner = load_arm(checkpoint("deepseek-v2"), "compiled")
     assert tokens_of(runs_of(runner, prompt_logprobs=False)) == expected
     assert not left
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
+def test_all_rows_go_on_if_kv_is_not_finite(
+    checkpoint: Checkpoint, shares: list[int], left: list[int], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Then the first and the second half of a layer are two runs of the loop for the same rows."""
+    torch.set_num_threads(1)
+    expected = tokens_of(runs_of(load_arm(checkpoint(family), "compiled")))
+    monkeypatch.setattr(LoopMemory, "is_finite", lambda *_: False)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        assert tokens_of(runs_of(load_arm(checkpoint(family), "compiled"), prompt_logprobs=False)) == expected
+    assert not left
+    assert {1, 2, 3} <= set(shares)
 
 
 def test_cores_that_are_given_back_before_the_last_layers(

@@ -80,8 +80,8 @@ from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load
 
 @Kernel
 def compute_recurrence(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
-    """`step._write_kv` of a recurrence, and its results. There is one rank. In a layer with both, attention lets later rows
-    go on.
+    """`step._write_kv` of a recurrence, with its results. There is one rank. In a layer with both, attention lets later
+    rows go on.
     """
     model, memory, step, team = load(kinds, addresses)
     layer = layers.first

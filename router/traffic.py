@@ -193,15 +193,21 @@ def _above_zero(shares: Shares) -> Shares:
 
 
 def parse_traffic(text: str) -> TrafficTable:
-    """Read `chat=v1:90,v2:10;other=...`; a share of 0 is none. Raises ConfigurationError."""
+    """Read `chat=v1:90,v2:10;other=...`; a share of 0 is none. Raises ConfigurationError, also for a name or a revision
+    of a name that is there twice."""
     shares: dict[str, Shares] = {}
     for entry in filter(None, text.split(";")):
         name, _, revisions = entry.partition("=")
         try:
-            pairs = (revision.rpartition(":") for revision in revisions.split(","))
-            shares[name.strip()] = _above_zero({model.strip(): float(weight) for model, _, weight in pairs})
+            pairs = [revision.rpartition(":") for revision in revisions.split(",")]
+            weights = [(model.strip(), float(weight)) for model, _, weight in pairs]
         except ValueError:
             raise ConfigurationError(f"traffic must be NAME=MODEL:SHARE,MODEL:SHARE;NAME=..., got {entry!r}") from None
+        name = name.strip()
+        if name in shares or len(dict(weights)) < len(weights):
+            twice = name if name in shares else "a revision"
+            raise ConfigurationError(f"traffic has {twice} twice: {entry!r}")
+        shares[name] = _above_zero(dict(weights))
     return TrafficTable(shares)
 
 

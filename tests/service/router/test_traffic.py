@@ -211,3 +211,6 @@ async def test_wrong_shares_are_refused_in_words(model_dir: Path) -> None:
             await client.set_traffic("chat", {"v3": 1})
         with pytest.raises(grpc.aio.AioRpcError, match="'chat' is not served here"):
             await mesh.stub.GetModel(generation_pb2.GetModelRequest(model="chat"))
+        await client.set_traffic("chat", {"v1": 1})
+        with pytest.raises(tandem.ModelNotFound, match="'chatt' is not served here; served: chat, v1, v2"):
+            await client.generate(token_ids=PROMPT, model="chatt")

@@ -141,7 +141,13 @@ def test_wrong_shares_are_refused_and_change_nothing(name: str, shares: dict[str
     assert served.traffic.table is before
 
 
-@pytest.mark.parametrize("text", ["chat", "chat=a", "chat=a:x", "chat=d:1", "a=b:1", "chat:1=a:1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("chat", "chat=a", "chat=a:x", "chat=d:1", "a=b:1", "chat:1=a:1"),
+        *("chat=a:1;chat=b:1", "chat=a:90, a:10", "chat=a:1,b:1,b:0"),  # a slip that would leave all to one of them
+    ],
+)
 def test_wrong_settings_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="traffic"):
         Served(text)

@@ -179,6 +179,8 @@ class Traffic:
             raise InvalidRequest(f"{shown} cannot stand for revisions: it must be a name that no model has ({served})")
         if any(char in name for char in _NOT_IN_NAMES):
             raise InvalidRequest(f"{shown} is no name for revisions: it has one of {' '.join(_NOT_IN_NAMES)}")
+        if name != name.strip() or not name.isprintable():
+            raise InvalidRequest(f"{shown} is no name for revisions: it has blanks around it, or control characters")
         if not shares:
             raise InvalidRequest(f"{shown} needs a revision with a share above 0, as in {self._models[0]}=100")
         for model, weight in shares.items():

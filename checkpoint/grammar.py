@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from checkpoint.gbnf import lark_of
 from checkpoint.model_files import read_model_facts
 from checkpoint.tokenizer_files import load_tokenizer, own_end_token
 from mesh.domain.embedded_schemas import schemas_in
@@ -27,18 +27,6 @@ T = TypeVar("T")
 
 # White space between JSON tokens: at most one blank. With more, weak models write blanks until they run out of tokens.
 _JSON_WHITESPACE = " ?"
-# A rule of GBNF, the notation of llama.cpp and of vLLM's `guided_grammar`. Lark's rules have a single colon.
-_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
-# An unclosed text or class goes on to the end: otherwise each of many would be looked for there in turn.
-_GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*+(?:"|\\?\Z)|\[(?:\\.|[^]\\])*+(?:]|\\?\Z)|#[^\n]*|[\w-]+', re.DOTALL)
-_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([][])|.)", re.DOTALL)
-# A rule that is nothing but a run of characters of a class, such as `ws ::= [ \t\n]*`.
-_GBNF_RUN = re.compile(
-    r"^(?P<name>[ \t]*[\w-]+)[ \t]*::=[ \t]*(?P<class>\[(?:\\[^\n]|[^]\\\n])*+])(?P<times>[*+])[ \t]*(?=#|$)",
-    re.MULTILINE,
-)
-_GBNF_CHAR = re.compile(r"\\x[0-9a-fA-F]{2}|\\.|.", re.DOTALL)
-_BLANKS = {" ": " ", r"\t": "\t", r"\n": "\n", r"\r": "\r", r"\x20": " ", r"\x09": "\t", r"\x0a": "\n", r"\x0d": "\r"}
 # An escape, or the beginning of a negated class: the dashes, or the bracket, that are its first members.
 _NEGATED_CLASS = re.compile(r"\\.|\[\^(?:-+|\]?)", re.DOTALL)
 _NUL = r"\x00-\x00"
@@ -147,7 +135,7 @@ def _source(structure: Structure) -> str:
     if structure.kind is StructureKind.REGEX:
         return LLMatcher.grammar_from_regex(_whole_pattern(structure.source))
     if structure.kind is StructureKind.GRAMMAR:
-        return LLMatcher.grammar_from_lark(_with_sound_schemas(_lark(structure.source)))
+        return LLMatcher.grammar_from_lark(_with_sound_schemas(lark_of(structure.source)))
     if structure.kind is StructureKind.CHOICE:
         return LLMatcher.grammar_from_regex("|".join(map(_escape, structure.choices)))
     schema = _sound_schema(structure.source) if structure.kind is StructureKind.JSON_SCHEMA else '{"type": "object"}'
@@ -238,61 +226,6 @@ def _whole_pattern(pattern: str) -> str:
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise ValueError("the pattern ends in a backslash that escapes nothing")
     return pattern
-
-
-def _lark(source: str) -> str:
-    """Convert GBNF to Lark; return Lark unchanged. Raises ValueError."""
-    if not _GBNF_RULE.search(source):
-        return source
-    try:
-        return gbnf_to_lark(_with_patient_blanks(_GBNF_TOKEN.sub(_for_converter, source)))
-    except Exception as error:  # the converter raises bare Exception for missing rules
-        raise ValueError(f"read as GBNF, because its rules have `::=`: {error}") from error
-
-
-def _with_patient_blanks(source: str) -> str:
-    """The converter makes terminals of rules, and a terminal takes as much text as it can: a line break behind
-    `ws ::= [ \\t\\n]*` would never be a `"\\n"` of the rule that follows. So where a text begins with such a blank, the
-    rule recurs, which makes it no terminal, and its end is where the grammar fits.
-    """
-    texts = (token[0] for token in _GBNF_TOKEN.finditer(source) if token[0].startswith('"'))
-    firsts = {_BLANKS.get(_GBNF_CHAR.findall(text[1:])[0].lower(), "") for text in texts if len(text) > 1} - {""}
-
-    def recurring(rule: re.Match[str]) -> str:
-        if not firsts & _blanks_of(rule["class"]):
-            return rule[0]
-        name = rule["name"].strip()
-        again = f"({rule['class']} {name})?" if rule["times"] == "*" else f"{rule['class']} {name}?"
-        return f"{rule['name']} ::= {again}"
-
-    return _GBNF_RUN.sub(recurring, source)
-
-
-def _blanks_of(char_class: str) -> set[str]:
-    """The blanks that are members by name; those of ranges and of negated classes are not looked for."""
-    members = _GBNF_CHAR.findall(char_class[1:-1])
-    return set() if members[:1] == ["^"] else {_BLANKS[one.lower()] for one in members if one.lower() in _BLANKS}
-
-
-def _for_converter(token: re.Match[str]) -> str:
-    """The converter calls the rule `root` `start`, so no other rule may have that name."""
-    text = token[0]
-    if text[0] in '"[':
-        return _GBNF_ESCAPE.sub(_escape_for_converter, text)
-    return f"gbnf_{text}" if text.lower() == "start" else text
-
-
-def _escape_for_converter(escape: re.Match[str]) -> str:
-    """The character itself for \\u and \\U, of which the converter drops the leading zeros, and \\x for ASCII and for
-    the brackets, which it leaves escaped in texts, too.
-    """
-    digits, bracket = escape[1] or escape[2], escape[3]
-    if not digits and not bracket:
-        return escape[0]
-    char = bracket or chr(int(digits, 16))
-    if "\ud800" <= char <= "\udfff":
-        raise ValueError(f"{escape[0]} is half of a character")
-    return rf"\x{ord(char):02x}" if char.isascii() else char
 
 
 def _escape(text: str) -> str:

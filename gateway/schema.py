@@ -105,6 +105,22 @@ class Body(BaseModel):
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
+_CHAT_STRUCTURES = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+
+
+def refuse_chat_structures(data: object, instead: str) -> object:
+    """Return the body, for use in validators. Raise InvalidField if it asks for a structure as chats do: ignored, it
+    would let the answer be any text.
+    """
+    asked = [name for name in _CHAT_STRUCTURES if isinstance(data, dict) and data.get(name) is not None]
+    if asked:
+        raise InvalidField(f"{asked[0]} is not supported here: {instead}", field=asked[0])
+    return data
+
+
 def require_members(body: Body, *names: str) -> None:
     """Raise ValueError, for use in validators, if a member is absent that only this type of body needs."""
     if missing := [name for name in names if name not in body.model_fields_set]:

@@ -46,6 +46,10 @@ class ModelDirectory:
         names = self._traffic.public_names()
         return names[0] if not name and len(names) == 1 else name
 
+    def _shared_names(self) -> list[str]:
+        """The names that stand for several models."""
+        return [name for name in self._traffic.public_names() if name not in self._by_name]
+
     def describe(self, name: str) -> ModelInfo:
         """A model with the limits that hold now. A name that stands for several is described by that with the largest
         share. Raises the errors of `find`.
@@ -63,8 +67,7 @@ class ModelDirectory:
 
     def describe_all(self) -> list[ModelInfo]:
         """All models, in the order of the settings, after the names that stand for several of them."""
-        names = [name for name in self._traffic.public_names() if name not in self._by_name]
-        return [self.describe(name) for name in (*names, *self._by_name)]
+        return [self.describe(name) for name in (*self._shared_names(), *self._by_name)]
 
     def find(self, name: str) -> ModelService:
         """The service of a model, also by the name of one of its adapters, or by one that stands for several models.
@@ -82,7 +85,7 @@ class ModelDirectory:
             raise InvalidRequest(f"model: {models} have an adapter {name!r}: name one of them, and the adapter")
         if with_it:
             return with_it[0]
-        served = shown([*self._by_name, *(adapter for adapter, _ in adapters)])
+        served = shown([*self._shared_names(), *self._by_name, *(adapter for adapter, _ in adapters)])
         if name:
             raise ModelNotFound(f"model {name[:_MAX_SHOWN_CHARS]!r} is not served here; served: {served}")
         if len(self._by_name) > 1:

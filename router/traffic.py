@@ -179,6 +179,8 @@ class Traffic:
             raise InvalidRequest(f"{shown} cannot stand for revisions: it must be a name that no model has ({served})")
         if any(char in name for char in _NOT_IN_NAMES):
             raise InvalidRequest(f"{shown} is no name for revisions: it has one of {' '.join(_NOT_IN_NAMES)}")
+        if name != name.strip() or not name.isprintable():
+            raise InvalidRequest(f"{shown} is no name for revisions: it has blanks around it, or control characters")
         if not shares:
             raise InvalidRequest(f"{shown} needs a revision with a share above 0, as in {self._models[0]}=100")
         for model, weight in shares.items():
@@ -193,15 +195,21 @@ def _above_zero(shares: Shares) -> Shares:
 
 
 def parse_traffic(text: str) -> TrafficTable:
-    """Read `chat=v1:90,v2:10;other=...`; a share of 0 is none. Raises ConfigurationError."""
+    """Read `chat=v1:90,v2:10;other=...`; a share of 0 is none. Raises ConfigurationError, also for a name or a revision
+    of a name that is there twice."""
     shares: dict[str, Shares] = {}
     for entry in filter(None, text.split(";")):
         name, _, revisions = entry.partition("=")
         try:
-            pairs = (revision.rpartition(":") for revision in revisions.split(","))
-            shares[name.strip()] = _above_zero({model.strip(): float(weight) for model, _, weight in pairs})
+            pairs = [revision.rpartition(":") for revision in revisions.split(",")]
+            weights = [(model.strip(), float(weight)) for model, _, weight in pairs]
         except ValueError:
             raise ConfigurationError(f"traffic must be NAME=MODEL:SHARE,MODEL:SHARE;NAME=..., got {entry!r}") from None
+        name = name.strip()
+        if name in shares or len(dict(weights)) < len(weights):
+            twice = name if name in shares else "a revision"
+            raise ConfigurationError(f"traffic has {twice} twice: {entry!r}")
+        shares[name] = _above_zero(dict(weights))
     return TrafficTable(shares)
 
 

@@ -22,6 +22,7 @@ from gateway.schema import (
     Name,
     Real,
     Seed,
+    refuse_chat_structures,
     require_members,
 )
 
@@ -121,6 +122,11 @@ class MessagesBody(PromptBody):
     session_id: Name | None = None
     keep_priority: KeepPriority | None = None
     time_to_live: Real | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_own_structure(cls, data: object) -> object:
+        return refuse_chat_structures(data, "use output_config.format, or OpenAI's chat completions")
 
 
 def chat_of(body: PromptBody) -> Json:

@@ -137,10 +137,17 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         tenant = self._callers.tenant_of(context.invocation_metadata())
         tenant.require_operator()
         name, shares = request.traffic.name, dict(request.traffic.shares)
+        self._require_no_adapter(name, shares)
         self._traffic.share_out(name, shares)
         log.warning("an operator changes the traffic", operator=tenant.name, model=name, shares=shares)
         await self._tell_traffic()
         return mesh_pb2.SetTrafficResponse()
+
+    def _require_no_adapter(self, name: str, shares: Mapping[str, float]) -> None:
+        """Raise InvalidRequest if requests that ask for an adapter by `name` would get models without it."""
+        for model in self._models:
+            if name in model.mesh.adapters() and any(shares.values()):
+                raise InvalidRequest(f"{name!r} cannot stand for revisions: {model.model.name} has an adapter of that name")
 
     def _point(self, point: Point) -> mesh_pb2.HistoryPoint:
         return mesh_pb2.HistoryPoint(

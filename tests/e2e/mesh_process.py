@@ -87,7 +87,8 @@ async def started(
         with contextlib.suppress(TimeoutError):
             line = (await asyncio.wait_for(process.stdout.readline(), start_s)).decode()
         if not line.startswith("ready "):
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # it may have ended by itself: what it said is shown
+                process.kill()
             said = f"stderr: {(await stderr).decode()}; logs: {ends_of_logs(log_dir)}"
             raise AssertionError(f"no ready line within {start_s:g} s, but {line!r}; {said}")
         http = ""

@@ -29,6 +29,7 @@ from gateway.schema import (
     Name,
     Real,
     Seed,
+    refuse_chat_structures,
     require_members,
 )
 
@@ -133,6 +134,11 @@ class ResponsesBody(Body):
     keep_priority: KeepPriority | None = None
     time_to_live: Real | None = None
     chat_template_kwargs: JsonObject | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_its_own_structure(cls, data: object) -> object:
+        return refuse_chat_structures(data, "use text.format, or chat completions")
 
     @property
     def all_tools(self) -> list[Tool]:

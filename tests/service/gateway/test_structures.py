@@ -147,3 +147,27 @@ async def test_the_clients_own_classes(gateway: RunningGateway) -> None:
     assert answer.choices[0].message.parsed == Day(a="One fine day")
     kind, schema = asked(gateway)
     assert (kind, dict(schema)["required"], dict(schema)["additionalProperties"]) == ("json_schema", ["a"], False)
+
+
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"grammar": 'start: "a"'}),
+        ("guided_json", SCHEMA),
+        ("guided_regex", "a+"),
+        ("guided_choice", ["a"]),
+        ("guided_grammar", 'start: "a"'),
+    ],
+)
+async def test_structures_of_chats_are_refused_where_others_are_known(
+    gateway: RunningGateway, member: str, value: object
+) -> None:
+    for path, body, instead in [
+        ("/v1/responses", {"input": "p"}, "use text.format, or chat completions"),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 5}, "use output_config.format, or OpenAI's chat"),
+    ]:
+        assert (await gateway.post(path, body | {member: None})).status_code == 200
+        answer = await gateway.post(path, body | {member: value})
+        assert answer.status_code == 400
+        assert f"{member} is not supported here: {instead}" in answer.json()["error"]["message"]

@@ -12,6 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 import tandem
+from mesh.domain.worker import Adapter
 from tandem.v1 import generation_pb2
 from tests.exposition import scrape
 from tests.fakes.router_workers import FakeDecodeWorker, FakePrefillWorker, expected_tokens
@@ -211,3 +212,19 @@ async def test_wrong_shares_are_refused_in_words(model_dir: Path) -> None:
             await client.set_traffic("chat", {"v3": 1})
         with pytest.raises(grpc.aio.AioRpcError, match="'chat' is not served here"):
             await mesh.stub.GetModel(generation_pb2.GetModelRequest(model="chat"))
+        await client.set_traffic("chat", {"v1": 1})
+        with pytest.raises(tandem.ModelNotFound, match="'chatt' is not served here; served: chat, v1, v2"):
+            await client.generate(token_ids=PROMPT, model="chatt")
+
+
+async def test_the_name_of_an_adapter_stands_for_no_revisions(model_dir: Path) -> None:
+    """Requests for the adapter would be answered without it."""
+    async with operated(model_dir) as (mesh, client):
+        await mesh.add(FakeDecodeWorker, "v2-decode", model="v2", adapters=(Adapter("mine", "digest"),))
+        v2 = mesh.router.model_routers[1]
+        await mesh.until(lambda: v2.mesh.has_path)
+        with pytest.raises(tandem.InvalidRequest, match="'mine' cannot stand for revisions: v2 has an adapter of that"):
+            await client.set_traffic("mine", {"v1": 1})
+        result = await client.generate(token_ids=PROMPT, model="mine", max_new_tokens=1)
+        assert [token.id for token in result.tokens] == expected_tokens(PROMPT, 1)
+        assert (await client.mesh()).traffic == {}

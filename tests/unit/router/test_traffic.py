@@ -127,6 +127,9 @@ def test_every_prompt_has_a_key(prompt: TextPrompt | ChatPrompt | None) -> None:
         ("a:50", {"b": 50.0}, "is no name for revisions"),
         ("x,y", {"b": 50.0}, "is no name for revisions"),
         ("x;y", {"b": 50.0}, "is no name for revisions"),
+        (" ", {"b": 50.0}, "' ' is no name for revisions: it has blanks around it, or control characters"),
+        ("chat\t", {"b": 50.0}, "is no name for revisions: it has blanks around it"),
+        ("x\x1b[31m", {"b": 50.0}, r"'x\\x1b\[31m' is no name for revisions: .* or control characters"),
         ("chat", {"d": 1.0}, "'d' is not served here; served: a, b, c"),
         ("chat", {"a": -1.0}, "the share of a must be above 0, or 0 for none, got -1"),
         ("chat", {"a": math.nan}, "the share of a must be above 0"),
@@ -141,7 +144,13 @@ def test_wrong_shares_are_refused_and_change_nothing(name: str, shares: dict[str
     assert served.traffic.table is before
 
 
-@pytest.mark.parametrize("text", ["chat", "chat=a", "chat=a:x", "chat=d:1", "a=b:1", "chat:1=a:1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("chat", "chat=a", "chat=a:x", "chat=d:1", "a=b:1", "chat:1=a:1"),
+        *("chat=a:1;chat=b:1", "chat=a:90, a:10", "chat=a:1,b:1,b:0"),  # a slip that would leave all to one of them
+    ],
+)
 def test_wrong_settings_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="traffic"):
         Served(text)

@@ -33,6 +33,7 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
     ConfigurationError.
     """
     began_s = time.monotonic()
+    require_searchable(path.parent)
     files = WatchedFiles.of(gguf_parts(path))
     name_if_cut_off(gguf_parts(path))
     file = open_gguf(path)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoint.config_json import require_searchable
 from mesh.domain.errors import ConfigurationError, missing_extra
 
 if TYPE_CHECKING:
@@ -86,7 +85,6 @@ def open_gguf(path: Path) -> GgufFile:
 
 def gguf_parts(path: Path) -> Iterator[Path]:
     """All files of the model, in order. Raises ConfigurationError."""
-    require_searchable(path.parent)
     part = _PART.search(path.name)
     names = [path.name]
     if part:

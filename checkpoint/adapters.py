@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from checkpoint.config_json import read_json
+from checkpoint.config_json import read_json, require_searchable
 from checkpoint.source import home_expanded
 from checkpoint.tensors import StoredTensor, read_header
 from checkpoint.text_part import other_part
@@ -149,6 +149,7 @@ def require_unchanged(adapter: AdapterFiles) -> None:
 
 
 def _read(name: str, folder: Path, max_rank: int, digest: str | None) -> AdapterFiles:
+    require_searchable(folder)
     if not folder.is_dir():
         raise ConfigurationError(f"there is no folder {folder}")
     for file in (CONFIG_FILE, WEIGHTS_FILE):

@@ -6,6 +6,7 @@ null is absent; of flags, null is false, as in transformers.
 """
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,6 +56,20 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def require_searchable(folder: Path) -> None:
+    """Raise ConfigurationError if this user may not look for files in a folder, because the folder, or one above it,
+    lacks the permission x. A folder that is not there raises nothing.
+    """
+    try:
+        os.stat(f"{folder}/.")
+    except PermissionError as error:
+        raise ConfigurationError(
+            f"cannot read {folder}: {error.strerror}: this user needs x on it and on the folders above it"
+        ) from error
+    except OSError:
+        return
 
 
 def first_of(raw: RawConfig, keys: tuple[str, ...], default: Any = None) -> Any:

@@ -15,7 +15,8 @@ from checkpoint.model_files import require_generation_config
 from checkpoint.source import FILES, NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk, or of a user's share of it, that has no room left."""
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def new_folder(out: Path) -> Iterator[Path]:
                 parent.rmdir()
         if not isinstance(error, OSError):
             raise
-        advice = ": make room there, or write elsewhere" if error.errno in _FULL else ""
+        advice = ": make room there, or write elsewhere" if error.errno in FULL else ""
         raise ConfigurationError(f"cannot write {out}: {error}{advice}") from error
 
 

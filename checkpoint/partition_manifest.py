@@ -178,7 +178,7 @@ def read_partition(model_dir: Path) -> Partition | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}") from error
+        raise ConfigurationError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
         if manifest["version"] != VERSION:
             raise ConfigurationError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint.config_json import require_searchable
 from checkpoint.gguf.file import hint_at_gguf, is_gguf
 from mesh.domain.errors import ConfigurationError, missing_extra
 
@@ -82,6 +83,7 @@ class ModelSource:
         if self._is_on_hub:
             return _with_config(_hub_snapshot(self.name, self.revision, on_progress), self.name)
         folder = home_expanded(self.name)
+        require_searchable(folder)
         if folder.is_file() and is_gguf(folder):
             raise ConfigurationError(f"{self.name} is in llama.cpp's format: run tandem convert {self.name} OUT")
         if folder.is_file():

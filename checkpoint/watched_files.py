@@ -39,11 +39,14 @@ class WatchedFiles:
 
     def require_unchanged(self) -> None:
         """Raise ConfigurationError if a file has changed: the result would be made of two models, and a file that was
-        cut off ends the process by SIGBUS when the rest of its pages are read.
+        cut off ends the process when the rest of its pages are read (`engine/bus_errors.py`).
         """
-        for path, state in self.states.items():
-            if _state(path) != state:
-                raise has_changed(path)
+        if (path := self.first_changed()) is not None:
+            raise has_changed(path)
+
+    def first_changed(self) -> Path | None:
+        """The first file that has changed, or None."""
+        return next((path for path, state in self.states.items() if _state(path) != state), None)
 
 
 def has_changed(path: Path) -> ConfigurationError:

@@ -18,7 +18,8 @@ blocks and their tables in kv/.
 The step in torch: model_runner, model (the contract), step_input, finite, sampling/, the cache in kv/.
 Models: models/, attention/; kernels/ are the CPU's loops, which compiled_code compiles ahead (`tandem compile`).
 Loading from settings (runner_settings): loading/; quantized_formats/ reads quantised checkpoints, quantizer/ makes
-such. Memory of the machine or GPU: memory and memory_ledger; a worker's share of it for KV: kv/budget.
+such; bus_errors names a file that is cut off while it is mapped. Memory of the machine or GPU: memory and
+memory_ledger; a worker's share of it for KV: kv/budget.
 Cores: cores lends those of an idle worker to its partner.
 Several ranks of one worker: ranks/; models/share says what each holds, kv/sharded_cache shows their caches as one.
 """

@@ -63,6 +63,7 @@ class ModelDirectory:
             model=replace(revisions[0].model, name=name),
             ready=any(revision.ready for revision in revisions),
             max_concurrent_requests=sum(revision.max_concurrent_requests for revision in revisions),
+            since_unix_s=min(revision.since_unix_s for revision in revisions),
         )
 
     def describe_all(self) -> list[ModelInfo]:

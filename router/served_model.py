@@ -102,10 +102,13 @@ class LimitPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model and its current limits. `ready`: there are workers to serve it."""
+    """A served model and its current limits. `ready`: there are workers to serve it. `since_unix_s`: when this router
+    began to serve it.
+    """
 
     model: ServedModel
     limits: Limits
     ready: bool
     max_concurrent_requests: int
+    since_unix_s: int
     adapters: tuple[str, ...] = ()

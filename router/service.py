@@ -14,6 +14,7 @@ The service of a request is found in ModelDirectory, by the name of its model (m
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -76,6 +77,7 @@ class ModelService:
         on_gap: Callable[[float], None] | None = None,
     ) -> None:
         self.model = text.model
+        self._since_unix_s = int(time.time())
         self._text = text
         self._limit_policy = LimitPolicy(settings, text.model.facts)
         self._slow_reader_s = settings.slow_reader_s
@@ -162,7 +164,12 @@ class ModelService:
     def describe(self) -> ModelInfo:
         """Return the model with the limits that hold now."""
         return ModelInfo(
-            self.model, self._limits(), self._mesh.has_path, self._limiter.max_permits, tuple(self._mesh.adapters())
+            self.model,
+            self._limits(),
+            self._mesh.has_path,
+            self._limiter.max_permits,
+            self._since_unix_s,
+            tuple(self._mesh.adapters()),
         )
 
     async def drain(self, grace_s: float) -> None:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from checkpoint.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from checkpoint.adapters import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from checkpoint.config_json import read_config, read_json
+from checkpoint.config_json import read_config, read_json, require_searchable
 from checkpoint.gguf.file import hint_at_gguf
 from checkpoint.new_folder import copy_other_files, new_folder, require_other_files
 from checkpoint.tensors import SINGLE_FILE
 from checkpoint.watched_files import WatchedFiles
+from engine.bus_errors import name_if_cut_off
 from engine.quantizer.shards import ShardWriter
 from mesh.domain.errors import ConfigurationError
 
@@ -30,12 +31,14 @@ def convert_folder(folder: Path, out: Path) -> int:
     status. Raises ConfigurationError.
     """
     began_s = time.monotonic()
+    require_searchable(folder)
     paths = _pickles(folder)
     is_adapter = paths[0].name == _ADAPTER
     if not is_adapter:
         _require_config(folder)
     require_other_files(folder)
     files = WatchedFiles.of(paths)
+    name_if_cut_off(paths)
     with new_folder(out) as unfinished, files.watching():
         writer = ShardWriter(unfinished, sys.maxsize) if is_adapter else ShardWriter(unfinished)
         for path in paths:

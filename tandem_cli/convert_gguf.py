@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.config_json import read_config
+from checkpoint.config_json import read_config, require_searchable
 from checkpoint.gguf.file import GgufFile, gguf_parts, open_gguf
 from checkpoint.gguf.models import GgufModel
 from checkpoint.gguf.tokenizer import generation_config, write_tokenizer
@@ -19,6 +19,7 @@ from checkpoint.new_folder import copy_other_files, new_folder, require_other_fi
 from checkpoint.partition_manifest import MANIFEST
 from checkpoint.tokenizer_files import load_tokenizer
 from checkpoint.watched_files import WatchedFiles
+from engine.bus_errors import name_if_cut_off
 from engine.quantizer.shards import ShardWriter
 
 _OF_ITS_WEIGHTS = ("quantize_config.json", MANIFEST)
@@ -32,7 +33,9 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
     ConfigurationError.
     """
     began_s = time.monotonic()
+    require_searchable(path.parent)
     files = WatchedFiles.of(gguf_parts(path))
+    name_if_cut_off(gguf_parts(path))
     file = open_gguf(path)
     model = GgufModel(file)
     config = model.config()
@@ -42,6 +45,7 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
             write_tokenizer(file, unfinished)
             _write_json(unfinished / "generation_config.json", generation_config(file))
         else:
+            require_searchable(tokenizer)
             tokenizer_source(tokenizer)  # which raises if there is none
             require_other_files(tokenizer)
             copy_other_files(tokenizer, unfinished, but=_OF_ITS_WEIGHTS)

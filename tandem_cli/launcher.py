@@ -24,6 +24,7 @@ from tandem_cli.deployment import Service
 from tandem_cli.service_log import ServiceLog
 from tandem_cli.up_settings import split_secrets
 
+_CONFIGURATION_STATUS = 2
 _MAX_LINE_BYTES = 1 << 20
 # A grandchild may keep the pipes open after the child has exited.
 _DRAIN_S = 1.0
@@ -51,11 +52,20 @@ class RunningService(Protocol):
         """Kill it and all processes that it has started. Does not wait."""
 
 
-def describe_exit(status: int) -> str:
+def configuration_fault(status: int, tail: Sequence[str]) -> str:
+    """What a service that has exited said of its configuration; empty if that was not the reason. `tail`: the last
+    lines of its log.
+    """
+    return tail[-1] if status == _CONFIGURATION_STATUS and tail else ""
+
+
+def describe_exit(status: int, tail: Sequence[str] = ()) -> str:
+    """With the reason, if `tail`, the last lines of the service's log, has that of a wrong configuration."""
     if status < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
-    return f"exited with status {status}"
+    reason = configuration_fault(status, tail)
+    return f"exited with status {status}" + (f" ({reason})" if reason else "")
 
 
 def end_of_log(child: RunningService) -> str:

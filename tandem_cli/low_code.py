@@ -18,6 +18,7 @@ from pathlib import Path
 
 import javaproperties
 
+from checkpoint.config_json import require_searchable
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.low_code_keys import KNOBS, ROPE_NAMES, Knob
 from tandem_cli.low_code_values import flag, number
@@ -304,6 +305,7 @@ def find_written(models: Sequence[str]) -> Path | None:
     """
     if len(models) != 1 or "=" in models[0]:
         return None
+    require_searchable(Path(models[0]))
     path = Path(models[0]) / "serving.properties"
     if not path.is_file():
         return None

@@ -29,11 +29,10 @@ from tandem import TandemError
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
 from tandem_cli.hardware import format_cores
-from tandem_cli.launcher import Launcher, RunningService, ServiceEvent, describe_exit, end_of_log
+from tandem_cli.launcher import Launcher, RunningService, ServiceEvent, configuration_fault, describe_exit, end_of_log
 from tandem_cli.scaling import Change, Scaling
 from tandem_cli.trial import Trial
 
-_CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
 _KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_KILLS = 2
@@ -224,8 +223,8 @@ class Supervisor:
             await self._respawn(event.service)
         if isinstance(event, ServiceEvent) and event.kind == "exited":
             child, status = event.child, event.fields["status"]
-            if status == _CONFIGURATION_STATUS and child.tail:
-                raise ConfigurationError(child.tail[-1])
+            if reason := configuration_fault(status, child.tail):
+                raise ConfigurationError(reason)
             name, exit_text = child.service.name, f"{describe_exit(status)} while starting"
             self._num_kills[name] += 1
             is_final = self._num_kills[name] > _MAX_KILLS or self._deployment.settings.no_restart
@@ -304,7 +303,7 @@ class Supervisor:
         if event.kind != "exited":
             return
         child.kill()  # also kills processes that it has started
-        exit_text = describe_exit(event.fields["status"])
+        exit_text = describe_exit(event.fields["status"], child.tail)
         self._down.add(name)
         if self._deployment.settings.no_restart:
             if self._down.issuperset(self._registries):

@@ -242,6 +242,7 @@ def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
             has_reasoning=message.has_reasoning,
             is_encoder_decoder=message.is_encoder_decoder,
             max_concurrent_requests=message.max_concurrent_requests,
+            serving_since_unix_s=message.serving_since_unix_s,
             ready=message.ready,
             adapters=tuple(message.adapters),
             sampling_defaults=SamplingDefaults(

@@ -218,7 +218,8 @@ class SamplingDefaults:
 @dataclass(frozen=True, slots=True)
 class Model:
     """A served model and its limits. `ready` means that it has workers. `has_reasoning` means that its chat template
-    supports reasoning. `max_concurrent_requests` is 0 if the router does not report it.
+    supports reasoning. `serving_since_unix_s` is when the router began to serve the model, in seconds since 1970;
+    it and `max_concurrent_requests` are 0 if the router does not report them.
     `adapters` are the names of its LoRA adapters. `sampling_defaults` is empty if the router does not report it.
     """
 
@@ -235,6 +236,7 @@ class Model:
     has_reasoning: bool = False
     adapters: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults = SamplingDefaults()
+    serving_since_unix_s: int = 0
 
 
 def confidence(tokens: Sequence[Token]) -> float | None:

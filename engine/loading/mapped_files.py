@@ -8,11 +8,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
+from engine.bus_errors import name_if_cut_off
 from mesh.domain.errors import ConfigurationError
 
 
 def open_mapped(path: Path) -> Any:
     """A file for `read_mapped`, as a context manager. Raises ConfigurationError."""
+    name_if_cut_off([path])
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from checkpoint.tensors import StoredTensor, read_header
 from engine.attention.backend import AttentionShape
+from engine.bus_errors import name_if_cut_off
 from engine.kernels.cpu.arguments import Array, Floats, HeadShape, Weights
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES
 from engine.models.model_config import ModelConfig
@@ -83,6 +84,7 @@ def write_packed(path: Path, packed: PackedDecoder) -> None:
 
 def read_packed(path: Path) -> PackedDecoder:
     """Read a file of `write_packed`. Raises ConfigurationError."""
+    name_if_cut_off([path])
     stored = read_header(path)
     try:
         arrays = {name: _map(stored[name]) for name in PackedDecoder._fields if name not in _PARTS}

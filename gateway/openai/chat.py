@@ -108,13 +108,21 @@ class ChatChunks:
         self._envelope = envelope.as_chunk()
         self._usage = StreamUsage(body)
         self._tokens = StreamTokens()
+        self._shows_roles_late = self._usage.is_continuous  # with the first event, which tells the prompt's tokens
 
     def start(self) -> Iterable[Json]:
+        return () if self._shows_roles_late else self._roles()
+
+    def _roles(self) -> Iterable[Json]:
         for index in range(self._body.n or 1):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
         """Render one event. A token whose text is held back gives no chunk, unless token ids are requested."""
+        self._usage.add_prompt(event)
+        if self._shows_roles_late:
+            self._shows_roles_late = False
+            yield from self._roles()
         self._usage.add(event)
         if event.in_reasoning:  # set on the first event only, and true for all choices
             self._parsers = [self._format.parser(in_reasoning=True) for _ in self._parsers]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from starlette.responses import JSONResponse, Response
 
@@ -87,6 +88,7 @@ class CompletionChunks:
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
         """Render one event. A token whose text is held back gives no chunk, unless token ids are requested."""
+        self._usage.add_prompt(event)
         self._usage.add(event)
         tokens = self._logprob_tokens(event)
         wants_logprobs = self._body.logprobs is not None
@@ -132,16 +134,17 @@ async def get_model(exchange: Exchange) -> Response:
 
 
 def _model_json(name: str, model: Model) -> Json:
-    """A model, or one of its adapters, whose `parent` it is, for clients of OpenAI and of Anthropic. The start of the
-    epoch says that nobody knows when it was made.
+    """A model, or one of its adapters, whose `parent` it is, for clients of OpenAI and of Anthropic. It was created
+    when the router began to serve it.
     """
+    since = datetime.fromtimestamp(model.serving_since_unix_s, UTC)
     return {
         "id": name,
         "object": "model",
         "type": "model",
         "display_name": name,
-        "created": 0,
-        "created_at": "1970-01-01T00:00:00Z",
+        "created": model.serving_since_unix_s,
+        "created_at": since.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active",
         "owned_by": "tandem",
         "root": model.name,

@@ -89,16 +89,19 @@ class StreamUsage:
     def __init__(self, body: SamplingBody) -> None:
         options = body.stream_options
         self._is_requested = options is not None and (options.include_usage or options.continuous_usage_stats)
-        self._is_continuous = options is not None and options.continuous_usage_stats
+        self.is_continuous = options is not None and options.continuous_usage_stats
         self._num_choices = body.n or 1
         self._sum = Usage()
         self._num_prompt = 0  # tokens of the prompts whose answers have begun
         self._num_running = 0
         self._held: dict[int, HeldTokens] = {}
 
+    def add_prompt(self, event: TokenEvent) -> None:
+        """Count the prompt whose answer begins with this event, if one does. Call it once before `add`."""
+        self._num_prompt += event.num_prompt_tokens
+
     def add(self, event: TokenEvent) -> None:
         held = self._held.setdefault(event.index, HeldTokens())
-        self._num_prompt += event.num_prompt_tokens
         if event.token is not None:
             self._num_running += 1
             held.add(event.token)
@@ -119,7 +122,7 @@ class StreamUsage:
             return {}
         num_prompt = max(self._num_prompt, self._sum.prompt_tokens)
         so_far = replace(self._sum, prompt_tokens=num_prompt, completion_tokens=self._num_running)
-        return {"usage": usage_json(so_far) if self._is_continuous else None}
+        return {"usage": usage_json(so_far) if self.is_continuous else None}
 
     def last_chunk(self, envelope: Envelope) -> Iterable[Json]:
         """The final chunk with the usage and no choices, if requested."""

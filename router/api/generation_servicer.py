@@ -219,6 +219,7 @@ def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:
         ready=info.ready,
         is_encoder_decoder=bool(model.decoder_prompt),
         max_concurrent_requests=info.max_concurrent_requests,
+        serving_since_unix_s=info.since_unix_s,
         adapters=info.adapters,
         sampling_defaults=generation_pb2.SamplingDefaults(**model.sampling_defaults),
     )

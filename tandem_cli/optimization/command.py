@@ -1,7 +1,6 @@
 """The work of `tandem optimize`: puts the parts together, from the user's files to OUT."""
 
 import argparse
-import errno
 import fcntl
 import json
 import logging
@@ -18,7 +17,9 @@ from typing import Any
 
 from rich.table import Table
 
+from checkpoint.new_folder import FULL, checkpoint_files
 from checkpoint.source import ModelSource
+from checkpoint.watched_files import WatchedFiles
 from engine.loading.resolve import fingerprint
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import quiet_logs
@@ -60,6 +61,7 @@ def optimize(args: argparse.Namespace) -> int:
     judge = None if args.judge is None else load_judge(args.judge)
     console = error_console()
     with quiet_logs(logging.ERROR):
+        files = _watched(args.model, recipe)  # before anything of them is read
         subject = Subject.open(args.model, questions)
         demand = subject.demand(questions, recipe.concurrency)
         checkpoints = Checkpoints(subject.folder, subject.calibration(recipe.max_prompts), args.out / _WORK)
@@ -73,7 +75,7 @@ def optimize(args: argparse.Namespace) -> int:
                 trial = CandidateTrial(
                     recipe.max_prompts, subject, recipe, questions, demand, checkpoints, judge, state, progress
                 )
-                search = Search(tried, recipe, len(questions), trial.measure, trial.assess, state, progress)
+                search = Search(tried, recipe, len(questions), trial.measure, trial.assess, state, progress, files)
                 final = search.run()
                 outcome = _outcome(args.model, recipe, search, final, pruned)
                 _write(args.out, outcome, trial, state)
@@ -81,13 +83,20 @@ def optimize(args: argparse.Namespace) -> int:
             console.print("interrupted: the same command goes on where it was", soft_wrap=True)
             raise
         except OSError as error:
-            advice = "; once there is room, the same command goes on" if error.errno == errno.ENOSPC else ""
+            advice = "; once there is room, the same command goes on" if error.errno in FULL else ""
             raise ConfigurationError(f"cannot write {args.out}: {error}{advice}") from error
         except RunFailed as error:
             sys.stderr.write(f"tandem: {tried[0].name} cannot be served: {error}\n")
             return 1
     _show(outcome, args)
     return 0 if outcome.choice is not None else 1
+
+
+def _watched(model: str, recipe: Recipe) -> WatchedFiles:
+    """The files of the model and of the draft model, as they are now. Raises ConfigurationError."""
+    drafts = [Path(recipe.draft_model)] if recipe.draft_model else []
+    folders = [find_model(ModelSource(model)), *drafts]
+    return WatchedFiles.of(path for folder in folders for path in checkpoint_files(folder))
 
 
 @contextmanager
@@ -153,20 +162,32 @@ def _outcome(
 
 
 def _write(out: Path, outcome: Outcome, trial: CandidateTrial, state: State) -> None:
-    """Write OUT, in place of the files of an earlier choice. Raises OSError."""
-    (out / "report.json").write_text(json.dumps(report_json(outcome), indent=2) + "\n")
-    (out / "plot.svg").write_text(plot_svg(outcome))
-    (out / "report.md").write_text(report_markdown(outcome))
-    for name in state.published:
+    """Write OUT, in place of the files of an earlier choice. If the disk is full, nothing of the new choice is left,
+    and neither is a report. Raises OSError.
+    """
+    reports = {
+        "report.json": json.dumps(report_json(outcome), indent=2) + "\n",
+        "plot.svg": plot_svg(outcome),
+        "report.md": report_markdown(outcome),
+    }
+    for name in (*state.published, *reports):
         (out / name).unlink(missing_ok=True)
     state.published = []
-    if outcome.choice is not None:
-        candidate = outcome.choice.result.candidate
-        is_own = candidate.precision in STORED
-        state.published = [PROPERTIES, *publish(trial.folder(candidate.precision) if is_own else None, out)]
-        text = properties_of(candidate, "" if is_own else _reference(outcome.model, trial), outcome.recipe.draft_model)
-        (out / PROPERTIES).write_text(text)
-    state.save()
+    try:
+        for name, text in reports.items():
+            (out / name).write_text(text)
+        if outcome.choice is not None:
+            candidate = outcome.choice.result.candidate
+            is_own = candidate.precision in STORED
+            reference = "" if is_own else _reference(outcome.model, trial)
+            publish(trial.folder(candidate.precision) if is_own else None, out, state.published)
+            state.published.append(PROPERTIES)
+            (out / PROPERTIES).write_text(properties_of(candidate, reference, outcome.recipe.draft_model))
+        state.save()
+    except BaseException:
+        for name in (*state.published, *reports):
+            (out / name).unlink(missing_ok=True)
+        raise
     shutil.rmtree(out / _WORK, ignore_errors=True)
 
 

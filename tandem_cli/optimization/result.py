@@ -113,21 +113,20 @@ def properties_of(candidate: Candidate, model: str, draft_model: str) -> str:
     return "\n".join([WRITTEN_BY, *(join_key_value(key, value) for key, value in keys.items())]) + "\n"
 
 
-def publish(checkpoint: Path | None, out: Path) -> list[str]:
-    """Put the files of a checkpoint into OUT, without a copy where the disk allows it. Returns their names.
+def publish(checkpoint: Path | None, out: Path, published: list[str]) -> None:
+    """Put the files of a checkpoint into OUT, without a copy where the disk allows it. Each name is added to
+    `published` before its file is written. Raises OSError.
 
     config.json comes last: without it OUT is no model, should this process be killed meanwhile.
     """
-    names = []
     for path in sorted(checkpoint.iterdir(), key=_when_published) if checkpoint is not None else ():
+        published.append(path.name)
         target = out / path.name
         target.unlink(missing_ok=True)
         try:
             os.link(path, target)
         except OSError:
             shutil.copyfile(path, target)
-        names.append(path.name)
-    return names
 
 
 def _when_published(path: Path) -> tuple[bool, str]:

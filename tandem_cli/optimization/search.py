@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from checkpoint.config_json import require_searchable
+from checkpoint.watched_files import WatchedFiles
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.json_text import parse_json
 from mesh.whole_file import write_whole
@@ -90,6 +92,7 @@ class State:
         over. Raises ConfigurationError if the folder is of another run.
         """
         state = cls(path, about)
+        require_searchable(path.parent)
         if not path.exists():
             if path.parent.is_dir() and any(path.parent.iterdir()):
                 raise ConfigurationError(f"{path.parent} is not empty: choose another folder for --out")
@@ -159,6 +162,8 @@ class Search:
     assess: Assess
     state: State
     watcher: Watcher
+    files: WatchedFiles
+    """The model's. A measurement does not count if they have changed since the run began."""
     num_repeats: int = 0
     """Measurements of this round that were repeated."""
     skipped: dict[Candidate, str] = field(default_factory=dict)
@@ -245,11 +250,13 @@ class Search:
         try:
             served = self._least_disturbed(candidate, self._num_requests(round_number))
         except (RunFailed, ConfigurationError) as error:
+            self._require_same_model()
             if candidate == self.candidates[0]:
                 raise
             result.failure = str(error)
             state.save()
             return
+        self._require_same_model()
         result.rounds[round_number] = served.figures
         first = state.answers.setdefault(candidate.precision, served.answers)
         pairs = zip(served.answers, first, strict=False)
@@ -272,8 +279,18 @@ class Search:
         """Judge a precision once it has answered. If that fails, the measurement is kept."""
         answers, qualities = self.state.answers, self.state.quality
         if precision in answers and precision not in qualities:
-            qualities[precision] = self.assess(precision, answers[BASE], answers[precision])
+            quality = self.assess(precision, answers[BASE], answers[precision])
+            self._require_same_model()
+            qualities[precision] = quality
             self.state.save()
+
+    def _require_same_model(self) -> None:
+        """Raise ConfigurationError if a file of the model has changed: figures of two models cannot be compared."""
+        if (path := self.files.first_changed()) is not None:
+            raise ConfigurationError(
+                f"{path} has changed since the run began, so nothing is chosen: with the file as it was, the same "
+                "command goes on; for the model as it is now, choose another folder for --out"
+            )
 
     def _plan(self, num_left: int, round_number: int) -> list[int]:
         """Requests of the measurements to come, if no candidate drops out but by halving."""

@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +17,7 @@ from tests.chaos.attack import attack, listening, service
 from tests.chaos.neighbours import Neighbours, Period
 from tests.e2e.mesh_process import MeshProcess, is_alive, mesh, pools_are_whole, started
 from tests.evidence import Evidence
+from tests.small_disk import on_small_disk
 from tests.waiting import until, until_told
 
 FLAGS = ("--http-port=0", "--decode=2", "--grace-s=40")
@@ -44,7 +43,7 @@ async def up(log_dir: Path, *, prefix: tuple[str, ...] = ()) -> AsyncIterator[tu
 
 async def test_log_disk_is_full(tmp_path: Path, evidence: Evidence) -> None:
     """The disk of all logs, that of `tandem up` too."""
-    async with up(tmp_path, prefix=on_small_disk(tmp_path)) as (running, neighbours):
+    async with up(tmp_path, prefix=on_small_disk(tmp_path, errors=tmp_path / "up.log")) as (running, neighbours):
         calm = await loaded(running, neighbours)
         disk = Path(f"/proc/{running.process.pid}/root{tmp_path}")
         filler = disk / "filler"
@@ -62,14 +61,6 @@ async def test_log_disk_is_full(tmp_path: Path, evidence: Evidence) -> None:
         size = log.stat().st_size
         await ask_much(running, 100)
         await until(lambda: log.stat().st_size > size, END_S, state=lambda: (log.stat().st_size, os.statvfs(disk)))
-
-
-def on_small_disk(folder: Path) -> tuple[str, ...]:
-    """A command that runs another one with a disk of 8 MB at `folder`, which ends with it; its errors go there too."""
-    command = ("unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-user",)), "sh", "-c")
-    if shutil.which("unshare") is None or subprocess.run((*command, "true"), check=False).returncode:
-        pytest.skip("needs a mount namespace")
-    return (*command, f'mount -t tmpfs -o size=8m tandem {folder} && exec "$@" 2> {folder}/up.log', "sh")
 
 
 async def test_up_is_stopped(tmp_path: Path, evidence: Evidence) -> None:

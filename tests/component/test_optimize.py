@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from tests.component.arms import settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import expect, load_reference, prompts
 from tests.fakes.requests import make_request
+from tests.small_disk import on_small_disk
 
 Checkpoint = Callable[[str], Path]
 
@@ -212,3 +215,33 @@ def test_another_run_in_the_same_folder_is_refused_and_one_after_it_goes_on(tmp_
             only_run(again, out / "work").__enter__()
     with only_run(State.open(out / "state.json", {}, []), out / "work"):
         pass
+
+
+def test_a_disk_that_gets_full_is_named_and_the_same_command_goes_on(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """OUT is whole or no model at all; what was measured and saved is not measured again."""
+    questions(tmp_path)
+    (disk := tmp_path / "disk").mkdir()
+    words = (str(checkpoint("llama")), str(tmp_path / "data.jsonl"), str(disk))
+    program = (*on_small_disk(disk), sys.executable, "-m", "tests.component.full_disk_optimize", *words)
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=900, check=True)
+    every = ["base", "w4a16", "base", "w4a16", "w4a16", "base"]
+    measured = {  # by the run that finds the disk full, and by the one after it
+        "the first state": ([], every),
+        "a measurement": (["base"], every),
+        "a checkpoint": (["base"], every[1:]),
+        "the reports": (every, []),
+        "the choice": (every, []),
+        "the properties": (every, []),
+        "the last state": (every, []),
+    }
+    runs = json.loads(ended.stdout)
+    assert {name: (first["measured"], second["measured"]) for name, (first, second) in runs.items()} == measured
+    whole = {"config.json", "model.safetensors", "serving.properties", "report.json", "report.md", "plot.svg"}
+    for first, second in runs.values():
+        assert (first["status"], second["status"]) == (2, 0)
+        assert f"tandem: cannot write {disk / 'out'}: " in first["said"]
+        assert "No space left on device" in first["said"]
+        assert first["said"].endswith("; once there is room, the same command goes on\n")
+        assert not whole & set(first["names"])
+        assert whole <= set(second["names"])
+        assert not [name for name in second["names"] if name.endswith(".part") or name == "work"]

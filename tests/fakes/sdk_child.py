@@ -29,7 +29,7 @@ def misbehave(name: str, plan: str) -> None:
         sys.exit(1)
     if plan == "killed" or (plan == "killed once" and count_starts(name) == 1):
         os.kill(os.getpid(), signal.SIGKILL)
-    if plan == "misconfigured":
+    if plan == "misconfigured" or (plan == "misconfigured later" and count_starts(name) == 2):
         sys.stderr.write("decode_worker: dtype must be float32\n")
         sys.exit(2)
     if plan == "talkative":

@@ -24,6 +24,7 @@ from tandem.v1 import generation_pb2 as pb
 from tandem.v1 import generation_pb2_grpc, mesh_pb2, mesh_pb2_grpc, sampling_pb2
 
 EOS = 256
+SERVING_SINCE_UNIX_S = 1_700_000_000
 STORY = "One fine day a tändem rolled by."
 
 
@@ -136,6 +137,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
             ready=True,
             adapters=self._script.adapters,
             sampling_defaults=self._script.sampling_defaults,
+            serving_since_unix_s=SERVING_SINCE_UNIX_S,
         )
 
 

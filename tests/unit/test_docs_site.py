@@ -1,5 +1,6 @@
 """What the documentation's site is made of. `make docs` builds it and follows its links."""
 
+import ast
 import re
 from contextlib import nullcontext
 
@@ -78,3 +79,28 @@ def test_pictures_are_small() -> None:
     assert {path.stem.rpartition("-")[2] for path in pictures} == set(THEMES)
     assert all(path.stat().st_size <= 200_000 for path in pictures)
     assert sum(path.stat().st_size for path in pictures) <= 1_000_000
+
+
+@pytest.mark.parametrize("page", ["waits", "glossary", "request", "architecture", "kv-transfer"])
+def test_files_have_what_a_page_says_is_in_them(page: str) -> None:
+    """As in: `engine/cores.py` (`begin_step`); `KVSpan` in `mesh/domain/kv.py`."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    file, name = r"`([a-z_/]+\.py)`", r"`((?:[A-Z]\w*\.)?\w+)`"
+    places = re.findall(rf"{file} \({name}", text)
+    places += [(path, what) for what, path in re.findall(rf"{name} (?:in |of |\(){file}", text)]
+    assert places
+    missing = [(path, what) for path, what in places if what.rpartition(".")[2] not in names_defined_in(path)]
+    assert not missing
+
+
+def names_defined_in(path: str) -> set[str]:
+    """Functions, classes, assigned names, and texts, such as the names of encodings; members of classes included."""
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return names

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tandem.v1.cache_pb2 import KEEP_PRIORITY_HIGH, KEEP_PRIORITY_LOW, CacheHints
-from tests.fakes.sdk_router import STORY, Refusal, Script
+from tests.fakes.sdk_router import SERVING_SINCE_UNIX_S, STORY, Refusal, Script
 from tests.service.gateway.http import RunningGateway, running_gateway
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -58,6 +58,19 @@ async def test_usage_in_every_chunk_counts_the_prompt_from_the_first_token_on(ga
     assert [chunk["usage"]["prompt_tokens"] for chunk in chunks[-2:]] == [6, 6]
     totals = [chunk["usage"]["total_tokens"] for chunk in chunks]
     assert totals == sorted(totals)
+
+
+async def test_usage_in_every_chunk_of_a_chat_counts_the_prompt_from_the_role_on(gateway: RunningGateway) -> None:
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}, "n": 2, "max_tokens": 3}
+    lines = await gateway.lines("/v1/chat/completions", options | {"messages": MESSAGES, "seed": 1})
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    usages = [chunk["usage"] for chunk in chunks]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:2]] == [{"role": "assistant", "content": ""}] * 2
+    assert [usage["completion_tokens"] for usage in usages[:2]] == [0, 0]
+    assert {usage["prompt_tokens"] for usage in usages} == {usages[-1]["prompt_tokens"]}
+    assert usages[-1]["prompt_tokens"] > 0
+    assert [usage["completion_tokens"] for usage in usages] == sorted(usage["completion_tokens"] for usage in usages)
+    assert usages[-1]["completion_tokens"] == 6
 
 
 async def test_chat_streams_roles_text_reasons_and_usage(gateway: RunningGateway) -> None:
@@ -194,7 +207,9 @@ async def test_placeholder_names_mean_the_default_model(gateway: RunningGateway,
 async def test_models(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         assert [model.id async for model in client.models.list()] == ["fake"]
-        assert (await client.models.retrieve("fake")).id == "fake"
+        model = await client.models.retrieve("fake")
+        assert (model.id, model.created) == ("fake", SERVING_SINCE_UNIX_S)
+        assert model.created_at == "2023-11-14T22:13:20Z"  # type: ignore[attr-defined]  # Anthropic's member
         with pytest.raises(openai.NotFoundError) as caught:
             await client.models.retrieve("other")
     assert caught.value.code == "model_not_found"

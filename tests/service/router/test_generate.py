@@ -1,5 +1,6 @@
 """What a client gets when nothing goes wrong."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -254,13 +255,17 @@ async def test_long_prompts_take_the_same_way(make_mesh: Any) -> None:
 
 
 async def test_models(make_mesh: Any) -> None:
+    before_s = int(time.time())
     mesh = await make_mesh(max_input_length=100)
     model = (await mesh.stub.GetModel(generation_pb2.GetModelRequest())).model
+    since_s = model.serving_since_unix_s
+    assert before_s <= since_s <= time.time()
     assert (model.name, model.max_input_tokens, model.max_total_tokens) == ("tiny", 100, 512)
     assert (model.ready, model.has_chat_template, list(model.eos_token_ids)) == (False, True, [EOS_ID])
     await mesh.decode()
     (model,) = (await mesh.stub.ListModels(generation_pb2.ListModelsRequest())).models
     assert (model.ready, model.max_total_tokens) == (True, 256)
+    assert model.serving_since_unix_s == since_s, "it does not depend on the call"
 
 
 @pytest.mark.parametrize(("setting", "told"), [("auto", {"temperature": 0.6, "top_k": 20}), ("none", {})])

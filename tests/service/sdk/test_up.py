@@ -426,6 +426,17 @@ def test_a_router_that_cannot_start_again_ends_nothing(tmp_path: Path, started: 
     assert up.end(signal.SIGINT) == 0
 
 
+def test_the_reason_is_shown_why_a_worker_cannot_start_again(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, plan={"decode-0": "misconfigured later"})
+    started.append(up)
+    up.wait_ready()
+    (victim,) = [pid for name, pid in up.pids() if name == "decode-0"]
+    os.kill(victim, signal.SIGKILL)
+    wait_for_text(up, "decode-0: exited with status 2 (decode_worker: dtype must be float32); restarting it in 1 s")
+    wait_for_text(up, "decode-0: ready again")
+    assert up.end(signal.SIGINT) == 0
+
+
 def test_several_routers_share_redis(tmp_path: Path, started: list[Up], redis_server: RedisServer) -> None:
     up = Up(tmp_path, "--routers=2", f"--registry-url={redis_server.url}", "--http-port=0", "--metrics-port=9464")
     started.append(up)

@@ -146,7 +146,9 @@ def test_up_serves_the_folder_with_a_reference(tmp_path: Path, prepared: Prepare
 
 def test_up_serves_the_folder_with_a_checkpoint(tmp_path: Path, prepared: Prepared) -> None:
     out = write(tmp_path / "out", properties_of(Candidate("awq", "draft", USUAL), "", "tandem-draft"))
-    assert publish(BUNDLED, tmp_path / "out")
+    published: list[str] = []
+    publish(BUNDLED, tmp_path / "out", published)
+    assert "config.json" in published
     deployment = prepared(out, "--decode", "2")
     (model,) = deployment.models
     assert (model.name, model.folder) == ("out", out)
@@ -170,8 +172,9 @@ def test_a_checkpoint_that_is_put_half_into_the_folder_is_no_model(
 
         monkeypatch.setattr("os.link", link)
         with pytest.raises(KeyboardInterrupt):
-            publish(BUNDLED, out)
-        assert len(list(out.iterdir())) == count
+            publish(BUNDLED, out, published := [])
+        assert {path.name for path in out.iterdir()} == set(published[:-1]), "the last one had only begun"
+        assert len(published) == count + 1
         with pytest.raises(ConfigurationError, match=r"holds no model: it has no config\.json"):
             ModelSource(str(out)).locate()
 

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from math import exp
 from pathlib import Path
@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress as RichProgress
 
+from checkpoint.watched_files import WatchedFiles
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout, combine
@@ -69,6 +70,7 @@ class Mesh:
     other_load: float = 0.0
     random: Random = field(default_factory=lambda: Random(0))
     machine: float = 0.0
+    files: WatchedFiles = field(default_factory=lambda: WatchedFiles({}))
     served: list[tuple[str, int]] = field(default_factory=list)
     judged: list[str] = field(default_factory=list)
 
@@ -96,7 +98,7 @@ class Mesh:
         return PrecisionQuality(score=1 - self.losses.get(precision, 0.0), base_score=1.0)
 
     def search(self) -> Search:
-        return Search(CANDIDATES, Recipe(), NUM_QUESTIONS, self.measure, self.assess, self.state, Watcher())
+        return Search(CANDIDATES, Recipe(), NUM_QUESTIONS, self.measure, self.assess, self.state, Watcher(), self.files)
 
 
 @pytest.fixture
@@ -360,3 +362,48 @@ def test_the_time_that_is_left() -> None:
     left.add(7.0, {"num_ok": 16.0, "requests_per_s": 8.0})
     assert left.of([16, 32]) == pytest.approx(2 * 5.0 + 48 / 8)
     assert (show_time(16.2), show_time(200)) == ("16 s", "3 min")
+
+
+@pytest.mark.parametrize("when", ["served", "not served", "judged"])
+def test_a_model_that_changes_ends_the_search(state: State, tmp_path: Path, when: str) -> None:
+    """Nothing is kept of what was measured meanwhile; with the file as it was, the search goes on."""
+    weights, before = tmp_path / "model.safetensors", tmp_path / "before"
+    weights.write_text("weights")
+    mesh = Mesh(state, files=WatchedFiles.of([weights]))
+    measure, assess = mesh.measure, mesh.assess
+
+    def change() -> None:
+        weights.rename(before)
+        weights.write_text("others")
+
+    def measure_and_change(candidate: Candidate, num_timed: int) -> Served:
+        served = measure(candidate, num_timed)
+        if when != "judged" and len(mesh.served) == 3:
+            change()
+            if when == "not served":
+                raise RunFailed("its weights are broken")
+        return served
+
+    def assess_and_change(precision: str, base: Sequence[Answer], answers: Sequence[Answer]) -> PrecisionQuality:
+        quality = assess(precision, base, answers)
+        if when == "judged":
+            change()
+        return quality
+
+    search = replace(mesh.search(), measure=measure_and_change, assess=assess_and_change)
+    with pytest.raises(ConfigurationError, match=f"^{weights} has changed since the run began, so nothing is chosen"):
+        search.run()
+    kept = State.open(state.path, ABOUT, CANDIDATES)
+    assert sum(len(result.rounds) for result in kept.results.values()) == (1 if when == "judged" else 2)
+    assert set(kept.quality) == (set() if when == "judged" else {BASE})
+    before.replace(weights)
+    again = Mesh(kept, files=mesh.files)
+    again.search().run()
+    assert len(again.served) == len(reference(state)) - (1 if when == "judged" else 2)
+
+
+def reference(state: State) -> list[tuple[str, int]]:
+    """What a search serves that nothing ends."""
+    mesh = Mesh(State(state.path.with_name("other.json"), ABOUT))
+    mesh.search().run()
+    return mesh.served

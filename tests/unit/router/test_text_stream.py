@@ -289,6 +289,19 @@ def test_special_tokens_are_shown_if_wanted() -> None:
         assert shown_by([special, *plain], tokenizer, skip_special_tokens=False, stop=(name,)) == ""
 
 
+@pytest.mark.parametrize("part", [slice(0, 1), slice(1, 3), slice(-1, None)])
+def test_a_stop_string_may_be_within_the_name_of_a_special_token_that_is_shown(part: slice) -> None:
+    """As in vLLM: stop strings end the text that a client sees, whatever tokens it comes from."""
+    tokenizer = byte_level()
+    plain = tokenizer.encode("hello", add_special_tokens=False)
+    special = sorted(tokenizer.special_ids)[0]
+    name = tokenizer.text_of(special)
+    rules = {"stop": (name[part],)}
+    expected = f"hello{name.partition(name[part])[0]}"
+    assert shown_by([*plain, special, *plain], tokenizer, skip_special_tokens=False, **rules) == expected
+    assert shown_by([*plain, special, *plain], tokenizer, **rules) == "hellohello"
+
+
 def test_spaces_between_special_tokens_can_be_left_out() -> None:
     tokenizer = wordpiece()
     special = sorted(tokenizer.special_ids)[0]

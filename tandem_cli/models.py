@@ -47,7 +47,7 @@ def _share_out(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"the name comes first, as in tandem traffic chat v1=90 v2=10, got {args.name!r}")
     shares = dict(map(_share, args.shares))
     if len(shares) < len(args.shares):
-        raise ConfigurationError(f"{args.name} gets one share of each model, got a model twice: {' '.join(args.shares)}")
+        raise ConfigurationError(f"{args.name} gets one share of each model, got one twice: {' '.join(args.shares)}")
     with open_client(args) as client:
         if shares:
             client.set_traffic(args.name, shares, timeout=_TIMEOUT_S)

@@ -147,7 +147,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         """Raise InvalidRequest if requests that ask for an adapter by `name` would get models without it."""
         for model in self._models:
             if name in model.mesh.adapters() and any(shares.values()):
-                raise InvalidRequest(f"{name!r} cannot stand for revisions: {model.model.name} has an adapter of that name")
+                raise InvalidRequest(f"{name!r} cannot stand for revisions: it is an adapter of {model.model.name}")
 
     def _point(self, point: Point) -> mesh_pb2.HistoryPoint:
         return mesh_pb2.HistoryPoint(

@@ -196,7 +196,7 @@ def test_traffic_is_set_and_shown(run: Run, threaded_router: FakeRouter) -> None
     assert run("traffic")[:2] == (0, "chat: v1 75 %, v2 25 %\nother: v3 100 %\n")
     status, _, err = run("traffic", "chat", "v1=90", "v1=10")
     assert (status, threaded_router.mesh.traffic["chat"]) == (2, {"v1": 3, "v2": 1})
-    assert "chat gets one share of each model, got a model twice: v1=90 v1=10" in err
+    assert "chat gets one share of each model, got one twice: v1=90 v1=10" in err
     status, _, err = run("traffic", "chat", "v1")
     assert (status, err) == (2, "tandem: shares are given as MODEL=SHARE, such as v2=10, got 'v1'\n")
     status, _, err = run("traffic", "unknown")

@@ -104,8 +104,14 @@ NO_SCHEMAS = [('"', '"'), ("/", "/"), ("/\n", "/"), ('"x" // ', ""), ("# ", '\n"
         (lark('root ::= ("a"+)? (("b"{2}){0,2} )+ ( "." | [.]+ )*'), "abbbb..", "ab"),
         (lark('root ::= "a\n\tb" [\n\t]'), "a\n\tb\t", "a b\t"),
         (lark('root ::= aB a-b a_b\naB ::= "x"\na-b ::= "y"\na_b ::= "z" a_b?'), "xyzz", "xxxx"),
-        (lark('root ::= A a 2d-kv é __ Root\nA ::= "A" A?\na ::= "a"\n2d-kv ::= "2"\né ::= "3"\n__ ::= "4"\nRoot ::= "."'),
-         "AAa234.", "aaa234."),
+        (
+            lark(
+                'root ::= A a 2d-kv é __ Root\n'
+                'A ::= "A" A?\na ::= "a"\n2d-kv ::= "2"\né ::= "3"\n__ ::= "4"\nRoot ::= "."'
+            ),
+            "AAa234.",
+            "aaa234.",
+        ),
         (lark('start: "::=" | "b"'), "::=", "a"),
         (lark('start: "x: " value\nvalue: %json {"type": "boolean"}'), "x: true", "x: 1"),
         (lark('start: s s\ns: %json{"type":"string","pattern":"^[^\\"]$"}\n'), '"a""b"', r'"a""\""'),

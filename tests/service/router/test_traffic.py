@@ -223,7 +223,7 @@ async def test_the_name_of_an_adapter_stands_for_no_revisions(model_dir: Path) -
         await mesh.add(FakeDecodeWorker, "v2-decode", model="v2", adapters=(Adapter("mine", "digest"),))
         v2 = mesh.router.model_routers[1]
         await mesh.until(lambda: v2.mesh.has_path)
-        with pytest.raises(tandem.InvalidRequest, match="'mine' cannot stand for revisions: v2 has an adapter of that"):
+        with pytest.raises(tandem.InvalidRequest, match="'mine' cannot stand for revisions: it is an adapter of v2"):
             await client.set_traffic("mine", {"v1": 1})
         result = await client.generate(token_ids=PROMPT, model="mine", max_new_tokens=1)
         assert [token.id for token in result.tokens] == expected_tokens(PROMPT, 1)

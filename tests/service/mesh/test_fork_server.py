@@ -127,6 +127,19 @@ async def test_forks_share_neither_random_numbers_nor_files(forks: Forks) -> Non
     assert not pipes[0] & pipes[1]
 
 
+async def test_a_cancelled_start_leaves_no_answer_to_the_next() -> None:
+    async with forking() as forks:
+        os.kill(forks.server.pid, signal.SIGSTOP)
+        starting = asyncio.create_task(forks.ask())
+        await asyncio.sleep(0)  # it asks
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+        os.kill(forks.server.pid, signal.SIGCONT)
+        assert await forks.ask() is None
+        assert len(forks.lost) == 1
+
+
 async def test_a_fork_outlives_the_fork_server() -> None:
     async with forking() as forks:
         process = await forks.start()

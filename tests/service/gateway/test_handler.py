@@ -374,7 +374,8 @@ async def test_a_handler_that_hangs_while_it_loads(with_handler: Make) -> None:
 
 async def test_a_handler_whose_first_start_is_cancelled(with_handler: Make, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    source = f"import os, pathlib\npathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))\nwhile True:\n    pass"
+    told = f"pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))"
+    source = f"import os, pathlib, time\n{told}\ntime.sleep(600)"
     starting = asyncio.create_task(with_handler(source).__aenter__())
     await until(lambda: pid_file.exists() and pid_file.read_text())
     process = psutil.Process(int(pid_file.read_text()))

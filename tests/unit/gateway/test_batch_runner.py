@@ -145,6 +145,7 @@ async def test_a_cancel_while_files_are_opened_leaves_none_open(
         caller.batches.cancel(caller.store, batch["id"])
         asyncio.get_running_loop().call_later(0.02, may_open.set)
         await (asyncio.sleep(0) if stops else ended(caller, batch))
+    assert may_open.is_set()  # the batch has waited for the thread
     assert caller.store.batch(batch["id"])["status"] == "cancelled"
     assert caller.num_asked == 0
     opened = [each.path for each in psutil.Process().open_files()]  # also those of earlier tests

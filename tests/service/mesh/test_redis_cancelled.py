@@ -72,3 +72,25 @@ async def test_a_cancellation_that_is_lost_in_a_write(
         running.cancel()
         await asyncio.wait([running])
     assert running.cancelled()
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+async def test_a_client_that_is_cancelled_while_it_closes(redis_server: RedisServer, num_steps: int) -> None:
+    """At each step of the event loop, none of its connections stays open."""
+    client, leaving = redis_server.client(), asyncio.Event()
+
+    async def use() -> None:
+        async with client as redis:
+            await redis.ping()
+            leaving.set()
+
+    using = asyncio.create_task(use())
+    async with asyncio.timeout(LIMIT_S):
+        await leaving.wait()
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        using.cancel()
+        await asyncio.wait([using])
+    pool = client.connection_pool
+    connections = [*pool._available_connections, *pool._in_use_connections]
+    assert [connection.is_connected for connection in connections] == [False]

@@ -103,9 +103,11 @@ async def serving_at(
             yield
         finally:
             server.should_exit = True
-            await task
-            for watch in watches:
-                watch.cancel()
+            try:
+                await task
+            finally:
+                for watch in watches:
+                    watch.cancel()
 
 
 def _affordable_connections(max_connections: int) -> int:

@@ -10,7 +10,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from itertools import accumulate
 
 import structlog
@@ -144,8 +144,7 @@ async def watching_loop(registry: CollectorRegistry) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)
         registry.unregister(lag)
         registry.unregister(stop)
 

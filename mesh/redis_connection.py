@@ -100,8 +100,11 @@ def open_redis(url: str, *, timeout_s: float = _TIMEOUT_S) -> Redis:
 
 class _Client(Redis):
     """Closes all its connections, also if it is cancelled meanwhile: redis would forget those, and leave their sockets
-    open until they are collected as garbage.
+    open until they are collected as garbage. It is the context of one block.
     """
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await until_ended(self._close(close_connection_pool))
@@ -114,10 +117,12 @@ class _Master(_Client):
     """A client of the server that the sentinels name when it connects. It closes its connections to them, too."""
 
     async def _close(self, close_connection_pool: bool | None) -> None:
-        await super()._close(close_connection_pool)
-        pool = self.connection_pool
-        assert isinstance(pool, SentinelConnectionPool)
-        await pool.sentinel_manager.aclose()
+        try:
+            await super()._close(close_connection_pool)
+        finally:
+            pool = self.connection_pool
+            assert isinstance(pool, SentinelConnectionPool)
+            await pool.sentinel_manager.aclose()
 
 
 def _servers_in(url: SplitResult, default_port: int) -> tuple[list[Address], dict[str, Any]]:

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 _MIN_REST_S = 10.0
 _REST = 200
@@ -27,9 +27,8 @@ async def collecting_rarely() -> AsyncIterator[None]:
         yield
     finally:
         collecting.cancel()
-        with suppress(asyncio.CancelledError):
-            await collecting
         gc.set_threshold(*thresholds)
+        await asyncio.gather(collecting, return_exceptions=True)
 
 
 async def _collect() -> None:

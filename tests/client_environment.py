@@ -9,6 +9,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.processes import running_process
+
 
 def python_with(requirement: str, module: str, *others: str) -> str:
     """An interpreter that has `module` of the package, and other packages. Where it cannot be installed, a test of a
@@ -35,10 +37,9 @@ def python_with(requirement: str, module: str, *others: str) -> str:
 
 async def output_of(python: str, program: Path, *arguments: str) -> bytes:
     """What the program prints. -P: its folder may have files with the names of packages."""
-    process = await asyncio.create_subprocess_exec(
-        python, "-P", str(program), *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await process.communicate()
+    pipe = asyncio.subprocess.PIPE
+    async with running_process(python, "-P", str(program), *arguments, stdout=pipe, stderr=pipe) as process:
+        out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     return out
 

@@ -223,10 +223,12 @@ class WorkerRuntime:
         """Wait until running work is done, `drain_grace_s` ends, or one of `ends` is done."""
         work_done = asyncio.create_task(drained())
         grace_s = self._settings.drain_grace_s
-        done, _ = await asyncio.wait([work_done, *ends], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            log.warning("stopping with work left", grace_s=grace_s)
-        work_done.cancel()
+        try:
+            done, _ = await asyncio.wait([work_done, *ends], timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                log.warning("stopping with work left", grace_s=grace_s)
+        finally:
+            work_done.cancel()
 
 
 def _registration(

@@ -26,6 +26,7 @@ from gateway.batches.store import ENDED, CallerStore, Store, new_id
 from gateway.errors import NotStored
 from gateway.schema import Json
 from gateway.settings import GatewaySettings
+from mesh.tasks import until_ended
 
 log = structlog.get_logger(__name__)
 
@@ -256,14 +257,14 @@ class AnswerFiles:
 
 async def _open_answers(store: CallerStore, batch: Json) -> AnswerFiles:
     """Open the files on a thread. A cancel cannot stop the thread, so it waits until they can be closed."""
-    opening = asyncio.create_task(asyncio.to_thread(AnswerFiles, store, batch))
+    opened: list[AnswerFiles] = []
     try:
-        return await asyncio.shield(opening)
+        await until_ended(asyncio.to_thread(lambda: opened.append(AnswerFiles(store, batch))))
     except asyncio.CancelledError:
-        await asyncio.wait([opening])
-        if opening.exception() is None:
-            opening.result().close()
+        for answers in opened:
+            answers.close()
         raise
+    return opened[0]
 
 
 def _new_batch(endpoint: str, file_id: str, metadata: Json) -> Json:

@@ -74,7 +74,11 @@ class HandlerProcess:
         with tempfile.TemporaryDirectory(prefix="tandem-handler-") as folder:
             path = str(Path(folder) / "socket")
             # A transport without a client: no cookies or other state may pass from one user's request to the next.
-            async with httpx2.AsyncHTTPTransport(uds=path, limits=_NO_LIMITS) as self._transport:
+            async with (
+                httpx2.AsyncHTTPTransport(uds=path, limits=_NO_LIMITS) as self._transport,
+                contextlib.AsyncExitStack() as ending,
+            ):
+                ending.push_async_callback(self._stop)
                 if not await self._start(path):
                     raise ConfigurationError(
                         f"the custom handler {self._settings.handler} does not start; see its log lines"
@@ -85,7 +89,6 @@ class HandlerProcess:
                 finally:
                     restarter.cancel()
                     await asyncio.gather(restarter, return_exceptions=True)
-                    await self._stop()
 
     def has(self, part: str) -> bool:
         """True if model.py has `part`: handle, input_formatter or output_formatter. Raises NoWorkers."""

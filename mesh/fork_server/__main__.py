@@ -81,7 +81,10 @@ def serve(client: socket.socket) -> Forked | None:
         if waiting and not is_asked:
             _import(waiting.popleft(), imported)
             continue
-        message, fds, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, _MAX_FDS)
+        try:
+            message, fds, _, _ = socket.recv_fds(client, _MAX_REQUEST_BYTES, _MAX_FDS)
+        except ConnectionResetError:  # the client has gone without having read the last answer
+            return None
         if not message:
             return None
         forked = Forked(message, fds)

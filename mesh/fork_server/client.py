@@ -78,6 +78,9 @@ class ForkServer:
                 except OSError:
                     self._lose()
                     return None
+                except asyncio.CancelledError:
+                    self._lose()  # it would answer the next request with the process of this one
+                    raise
                 if "error" in answer:
                     raise OSError(answer["error"])
                 process = ForkedProcess(answer["pid"], stdio[0][1])

@@ -27,7 +27,7 @@ from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
 from mesh.rpc.health import Health
 from mesh.rpc.request_reader import RequestReader
 from mesh.rpc.status import details_of, status_of
-from mesh.tasks import mark_retrieved
+from mesh.tasks import mark_retrieved, until_ended
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Limit inside the mesh; KV chunks are much smaller. The public port keeps gRPC's default of 4 MiB."""
@@ -140,12 +140,7 @@ async def start_serving(server: grpc.aio.Server) -> None:
     """Start a server, to the end even if this is cancelled. If grpc.aio is cancelled in between, the server's own task
     fails, stopping raises, and a traceback of that is printed.
     """
-    starting = asyncio.create_task(server.start())
-    try:
-        await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        await starting
-        raise
+    await until_ended(server.start())
 
 
 def _renewed_credentials(identity: Renewed[TlsIdentity]) -> grpc.ServerCredentials:

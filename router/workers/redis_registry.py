@@ -273,6 +273,7 @@ class RedisCoordination:
         except FAILURES as error:
             log.warning("redis is away", what=purpose, error=cause_of(error))
             return False
+        require_not_cancelled()  # the caller asks again and again
         return bool(ours)
 
     async def start(self) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,8 +132,7 @@ def simulate(
             finally:
                 if beside is not None:
                     beside.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await beside
+                    await asyncio.gather(beside, return_exceptions=True)
         if watch is None:
             for role, count in zip((WorkerRole.PREFILL, WorkerRole.DECODE), num_workers, strict=True):
                 observed.paid_worker_s[role] = count * observed.duration_s

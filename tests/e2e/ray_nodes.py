@@ -72,7 +72,10 @@ def ray_nodes(*cpus: int) -> Iterator[RayNodes]:
             yield nodes
         finally:
             process.stdin.close()  # type: ignore[union-attr]
-            process.wait(_END_S)
+            try:
+                process.wait(_END_S)
+            finally:
+                process.kill()  # the end of the block waits for it
 
 
 class _Commands:

@@ -10,6 +10,7 @@ import pytest
 from router.text.tokenizer import Tokenizer
 from tests.client_environment import python_with
 from tests.e2e.mesh_process import mesh
+from tests.processes import running_process
 
 # The last one without torch, whose CUDA libraries take gigabytes.
 PACKAGE = "guidellm==0.3.1"
@@ -31,15 +32,15 @@ async def benchmark(python: str, url: str, report: Path) -> None:
     data = f"--data prompt_tokens=64,output_tokens={OUTPUT_TOKENS} --disable-progress --disable-console-outputs"
     files = ["--processor", str(MODEL), "--output-path", str(report)]
     command = ["-P", "-m", "guidellm", "benchmark", "run", "--target", url, *what.split(), *data.split(), *files]
-    process = await asyncio.create_subprocess_exec(
+    async with running_process(
         python,
         *command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         # Its worker processes and the mesh share the machine's cores.
         env=os.environ | {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"},
-    )
-    out, _ = await process.communicate()
+    ) as process:
+        out, _ = await process.communicate()
     assert process.returncode == 0, out.decode()
 
 

@@ -16,6 +16,7 @@ import tandem
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 from tests.exposition import documented, fetch, names_of
 from tests.fakes.otlp_collector import Collector, running_collector
+from tests.processes import running_process
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "http"
@@ -55,14 +56,14 @@ async def run_example(running: MeshProcess, name: str, *arguments: str) -> str:
 
 async def run(running: MeshProcess, *command: str) -> str:
     """The output of a Python program. AssertionError if it fails."""
-    process = await asyncio.create_subprocess_exec(
+    async with running_process(
         sys.executable,
         *command,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"TANDEM_HTTP": running.http, "HF_HUB_OFFLINE": "0"} | as_sagemaker(running.http),
-    )
-    out, err = await process.communicate()
+    ) as process:
+        out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     return out.decode()
 

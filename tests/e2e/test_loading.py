@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.fakes.file_servers import S3Server
+from tests.processes import running_process
 
 
 async def test_a_worker_downloads_its_model_and_ends_when_loading_takes_too_long(
@@ -20,14 +21,14 @@ async def test_a_worker_downloads_its_model_and_ends_when_loading_takes_too_long
         "model-loading-timeout": "0.01",
     }
     with S3Server.serving(files) as server:
-        process = await asyncio.create_subprocess_exec(
+        async with running_process(
             *(sys.executable, "-m", "decode_worker", *(f"--{name}={value}" for name, value in flags.items())),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=os.environ
             | {"AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"},
-        )
-        out, err = await process.communicate()
+        ) as process:
+            out, err = await process.communicate()
     assert process.returncode == 1, err.decode()
     assert b'"model not loaded in time"' in err
     assert b"0.01" in err
@@ -42,13 +43,13 @@ async def test_up_gives_up_a_download_that_takes_longer_than_the_loading_timeout
     files = {f"bucket/tiny/{path.name}": path.read_bytes() for path in checkpoint("llama").iterdir()}
     with S3Server.serving(files) as server:
         server.stalled.add("bucket/tiny/model.safetensors")
-        process = await asyncio.create_subprocess_exec(
+        async with running_process(
             *(sys.executable, "-m", "tandem_cli", "up", "s3://bucket/tiny", f"--model-cache={tmp_path}"),
             *("--port=0", "--no-http", "--model-loading-timeout=2"),
             stderr=asyncio.subprocess.PIPE,
             env=os.environ
             | {"AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"},
-        )
-        _, err = await process.communicate()
+        ) as process:
+            _, err = await process.communicate()
     assert process.returncode == 1, err.decode()
     assert b"downloaded after 2 s: raise model_loading_timeout" in err

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -161,17 +162,15 @@ def make_request(
 async def make_mesh(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     # Fake workers send heartbeats only when they are told to. A busy machine takes longer than a silent worker has.
     monkeypatch.setattr(coordination, "SILENT_S", 3600.0)
-    meshes: list[Mesh] = []
+    async with AsyncExitStack() as meshes:
 
-    async def make(*, model_positions: int = 512, **settings: Any) -> Mesh:
-        folder = model_dir
-        if model_positions != 512:
-            folder = write_checkpoint(tmp_path / "tiny", max_positions=model_positions)
-        mesh = Mesh(folder, **settings)
-        meshes.append(mesh)
-        await mesh.start()
-        return mesh
+        async def make(*, model_positions: int = 512, **settings: Any) -> Mesh:
+            folder = model_dir
+            if model_positions != 512:
+                folder = write_checkpoint(tmp_path / "tiny", max_positions=model_positions)
+            mesh = Mesh(folder, **settings)
+            await mesh.start()
+            meshes.push_async_callback(mesh.stop)
+            return mesh
 
-    yield make
-    for mesh in meshes:
-        await mesh.stop()
+        yield make

@@ -29,6 +29,8 @@ FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np
 
 EXCEPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["tandem"]["size-exceptions"]
 TESTS = Path(__file__).resolve().parents[1]
+MAY_SUPPRESS_CANCELLATIONS = {"mesh/tasks.py", "bench/modelled_workers.py"}
+"""The former raises them afterwards, the latter's process ends."""
 
 
 def sources() -> list[Path]:
@@ -110,6 +112,18 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
                 continue  # torch's own reader of tensors, which runs no code
             assert ast.unparse(node.func) not in FORBIDDEN_CALLS
     evidence("R17", "unsafe deserialisers, by file", 0, target="0", ok=True)
+
+
+def test_cancellations_are_not_suppressed() -> None:
+    """Around the end of a cancelled task, `suppress` would lose the waiter's own cancellation."""
+    found = {
+        str(path.relative_to(ROOT))
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("suppress", "contextlib.suppress")
+        if "asyncio.CancelledError" in map(ast.unparse, node.args)
+    }
+    assert found == MAY_SUPPRESS_CANCELLATIONS
 
 
 @pytest.mark.parametrize("document", documents())

@@ -23,6 +23,7 @@ from structlog.testing import capture_logs
 from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.fakes.sdk_router import Script, running_router
+from tests.processes import running_process
 from tests.service.gateway.http import gateway_at, running_gateway
 from tests.service.gateway.raw_http import address_of, request
 from tests.service.gateway.test_hostile import connection, most_allocated, status_of
@@ -131,19 +132,17 @@ def _flood(port: int, count: int) -> None:
 async def gateway_process(errors: Path, router: str, **options: Any) -> AsyncIterator[int]:
     """Its port. Stderr goes to a file."""
     with errors.open("wb") as stderr:
-        process = await asyncio.create_subprocess_exec(
+        async with running_process(
             *(sys.executable, "-m", "gateway", "--port", "0", "--router", router, "--follow-stdin"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             **options,
-        )
-        assert process.stdout is not None
-        assert process.stdin is not None
-        listening = await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
-        try:
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdin is not None
+            listening = await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
             yield int(listening.decode().rpartition(":")[2].rstrip('"}\n '))
-        finally:
             process.stdin.close()
             assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from gateway.settings import GatewaySettings
@@ -15,6 +16,7 @@ from mesh.domain.errors import ConfigurationError
 from tests.captured_log import InstallLog, install_log
 from tests.defects import Repaired
 from tests.service.gateway.http import RunningGateway, running_gateway
+from tests.waiting import until
 from tests.warm import forks
 
 __all__ = ["forks", "install_log"]
@@ -368,6 +370,19 @@ async def test_a_handler_that_hangs_while_it_loads(with_handler: Make) -> None:
     with pytest.raises(ConfigurationError, match="does not start"):
         async with with_handler("while True:\n    pass", handler_start_s=1.0):
             pass
+
+
+async def test_a_handler_whose_first_start_is_cancelled(with_handler: Make, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    told = f"pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid()))"
+    source = f"import os, pathlib, time\n{told}\ntime.sleep(600)"
+    starting = asyncio.create_task(with_handler(source).__aenter__())
+    await until(lambda: pid_file.exists() and pid_file.read_text())
+    process = psutil.Process(int(pid_file.read_text()))
+    starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+    assert not process.is_running()
 
 
 async def test_a_handler_may_print_much(with_handler: Make) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.defects import Repaired
 from tests.fakes.sdk_router import STORY, Script
+from tests.processes import running_process
 from tests.service.gateway.http import RunningGateway, running_gateway
 
 RECIPES = Path(__file__).with_name("lmi_recipes.py")
@@ -36,7 +37,7 @@ def names(settings: dict[str, Any]) -> str:
 
 async def run(gateway: RunningGateway, *command: str) -> str:
     """What a program prints that talks to SageMaker, if SageMaker is the gateway."""
-    process = await asyncio.create_subprocess_exec(
+    async with running_process(
         sys.executable,
         "-P",  # the folder of a test is no place to import from
         *command,
@@ -50,14 +51,12 @@ async def run(gateway: RunningGateway, *command: str) -> str:
             "AWS_SECRET_ACCESS_KEY": "none",
             "TANDEM_NAME": "fake",
         },
-    )
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            out, err = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        pytest.fail(f"{command[0]} was not done within {LIMIT_S:g} s")
+    ) as process:
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                out, err = await process.communicate()
+        except TimeoutError:
+            pytest.fail(f"{command[0]} was not done within {LIMIT_S:g} s")
     assert process.returncode == 0, err.decode()
     return out.decode()
 

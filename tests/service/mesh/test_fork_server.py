@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from mesh.fork_server.client import ForkedProcess, ForkServer, can_fork
+from mesh.process import adopt_orphans
 from tests.orphans import disown_orphans
 from tests.waiting import LIMIT_S
 
@@ -125,6 +127,38 @@ async def test_forks_share_neither_random_numbers_nor_files(forks: Forks) -> Non
     pipes = [{file for file in report["own"]["files"] if not file.startswith("/")} for report in (first, second)]
     assert [len(each) for each in pipes] == [4, 3]
     assert not pipes[0] & pipes[1]
+
+
+async def test_a_cancelled_start_leaves_no_answer_to_the_next() -> None:
+    async with forking() as forks:
+        os.kill(forks.server.pid, signal.SIGSTOP)
+        starting = asyncio.create_task(forks.ask())
+        await asyncio.sleep(0)  # it asks
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert starting.cancelled()
+        os.kill(forks.server.pid, signal.SIGCONT)
+        assert await forks.ask() is None
+        assert len(forks.lost) == 1
+
+
+def leave_unread(channel: socket.socket) -> None:
+    """Ask for a process, end it, and close the socket with the answer in it."""
+    request = {"module": PROGRAM[2], "flags": [], "environ": {}, "fd_names": []}
+    with open(os.devnull, "r+b") as null:
+        socket.send_fds(channel, [json.dumps(request).encode()], [null.fileno()] * 3)
+    channel.settimeout(LIMIT_S)
+    pid = json.loads(channel.recv(4096, socket.MSG_PEEK))["pid"]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    channel.close()
+
+
+async def test_a_client_that_goes_before_it_has_read_an_answer_is_no_error() -> None:
+    async with forking() as forks:
+        adopt_orphans()
+        leave_unread(forks.server._socket)
+        assert await asyncio.to_thread(forks.server._process.wait, LIMIT_S) == 0
 
 
 async def test_a_fork_outlives_the_fork_server() -> None:

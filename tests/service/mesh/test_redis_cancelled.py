@@ -11,8 +11,10 @@ import pytest
 from redis.asyncio.connection import AbstractConnection
 
 from router.admission.shared_limiter import SharedLimiter
+from router.settings import RouterSettings
+from router.workers.connections import RouterIdentity
 from router.workers.membership import Membership
-from router.workers.redis_registry import RedisRegistry
+from router.workers.redis_registry import RedisCoordination, RedisRegistry
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
@@ -27,11 +29,21 @@ def runs(url: str) -> dict[str, Coroutine[Any, Any, None]]:
         "registration": RedisAgent(url, KEY, RegistryAgent(INFO, FakeEngine(), MEMBER)).run(),
         "discovery": RedisRegistry(url, Membership(time.monotonic), MEMBER, no_traffic()).run(),
         "permits": SharedLimiter(url, "router-0", 4).run(),
+        "role switching": acting(url),
     }
 
 
+async def acting(url: str) -> None:
+    """Asks as a router does that switches roles."""
+    settings = RouterSettings(model="m", registry_url=url, mesh_key=KEY.secret)
+    identity = RouterIdentity("router-0", MEMBER)
+    coordination = RedisCoordination(settings, Membership(time.monotonic), identity, no_traffic())
+    while True:
+        assert await coordination.may_act("switch-roles@m", 60)
+
+
 @pytest.mark.parametrize("number", range(1, 6))
-@pytest.mark.parametrize("name", ["registration", "discovery", "permits"])
+@pytest.mark.parametrize("name", ["registration", "discovery", "permits", "role switching"])
 async def test_a_cancellation_that_is_lost_in_a_write(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
@@ -60,3 +72,25 @@ async def test_a_cancellation_that_is_lost_in_a_write(
         running.cancel()
         await asyncio.wait([running])
     assert running.cancelled()
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+async def test_a_client_that_is_cancelled_while_it_closes(redis_server: RedisServer, num_steps: int) -> None:
+    """At each step of the event loop, none of its connections stays open."""
+    client, leaving = redis_server.client(), asyncio.Event()
+
+    async def use() -> None:
+        async with client as redis:
+            await redis.ping()
+            leaving.set()
+
+    using = asyncio.create_task(use())
+    async with asyncio.timeout(LIMIT_S):
+        await leaving.wait()
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        using.cancel()
+        await asyncio.wait([using])
+    pool = client.connection_pool
+    connections = [*pool._available_connections, *pool._in_use_connections]
+    assert [connection.is_connected for connection in connections] == [False]

@@ -117,8 +117,10 @@ async def worker(info: WorkerInfo = INFO, **changes: Any) -> AsyncIterator[tuple
         worker.rig.runner.gate.set()
         worker.may_drain.set()
         worker.told_to_stop.set()
-        await serving
-        await registry.stop(0)
+        try:
+            await serving
+        finally:
+            await registry.stop(0)
 
 
 async def test_a_stalled_step_takes_the_worker_out_until_it_ends(evidence: Evidence) -> None:
@@ -144,6 +146,23 @@ async def test_a_stalled_step_takes_the_worker_out_until_it_ends(evidence: Evide
             ok=seen_s <= STALL_S + 3,
             is_reported_only=True,
         )
+
+
+async def test_a_worker_that_is_cancelled_while_it_drains_leaves_no_task() -> None:
+    tasks: list[str] = []
+
+    async def cancel_while_draining() -> None:
+        async with worker() as (draining, serving), asyncio.timeout(WAIT_S):
+            draining.told_to_stop.set()
+            await draining.draining.wait()
+            serving.cancel()
+            await asyncio.wait([serving])
+            tasks.extend(repr(task.get_coro()) for task in asyncio.all_tasks())
+
+    with pytest.raises(asyncio.CancelledError):
+        await cancel_while_draining()
+    assert tasks
+    assert not [task for task in tasks if "Worker.drained" in task]
 
 
 async def test_a_worker_that_drains_is_not_made_ready_by_the_end_of_a_stall() -> None:

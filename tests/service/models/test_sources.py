@@ -10,6 +10,7 @@ import pytest
 from checkpoint.source import ModelSource, _by_percent
 from mesh.domain.errors import ConfigurationError
 from tests.fakes.file_servers import COMMIT, HubServer, S3Server
+from tests.waiting import LIMIT_S
 
 WEIGHTS = bytes(range(256)) * (9 << 13)  # 18 MiB: two ranges
 TOOL_USE = "additional_chat_templates/tool_use.jinja"
@@ -169,11 +170,16 @@ def test_processes_that_start_at_once_copy_once(s3: S3Server, tmp_path: Path) ->
     barrier, results = spawn.Barrier(2), spawn.Queue()
     arguments = ("s3://bucket/models/small", str(tmp_path), barrier.wait, results)
     processes = [spawn.Process(target=_locate, args=arguments) for _ in range(2)]
-    for process in processes:
-        process.start()
-    folders = {results.get(timeout=50) for _ in processes}
-    for process in processes:
-        process.join()
+    try:
+        for process in processes:
+            process.start()
+        folders = {results.get(timeout=LIMIT_S) for _ in processes}
+        for process in processes:
+            process.join(LIMIT_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     assert len(folders) == 1
     assert contents(Path(folders.pop())) == MODEL
     assert set(s3.reads.values()) == {1}

@@ -19,6 +19,7 @@ from tandem.v1 import generation_pb2, mesh_pb2, mesh_pb2_grpc
 from tests.defects import Repaired
 from tests.exposition import scrape
 from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
+from tests.processes import running_process
 from tests.service.conftest import Mesh, make_request
 from tests.waiting import LIMIT_S
 
@@ -270,32 +271,32 @@ async def test_a_request_that_cannot_be_started_gives_its_permits_back(
 
 
 async def test_the_process(model_dir: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
+    async with running_process(
         sys.executable,
         *("-m", "router", "--model", str(model_dir), "--port", "0", "--registry-port", "0"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    listening = json.loads(await asyncio.wait_for(process.stdout.readline(), 60))
-    assert listening["event"] == "listening"
-    async with grpc.aio.insecure_channel(listening["address"]) as channel:
-        stub = mesh_pb2_grpc.MeshStub(channel)
-        assert list((await stub.ListWorkers(mesh_pb2.ListWorkersRequest(), timeout=5)).workers) == []
-    process.send_signal(signal.SIGTERM)
-    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    ) as process:
+        assert process.stdout is not None
+        listening = json.loads(await asyncio.wait_for(process.stdout.readline(), LIMIT_S))
+        assert listening["event"] == "listening"
+        async with grpc.aio.insecure_channel(listening["address"]) as channel:
+            stub = mesh_pb2_grpc.MeshStub(channel)
+            assert list((await stub.ListWorkers(mesh_pb2.ListWorkersRequest(), timeout=LIMIT_S)).workers) == []
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), LIMIT_S)
     assert process.returncode == 0
     assert b"Traceback" not in errors
 
 
 async def test_a_wrong_setting_is_one_line(model_dir: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
+    async with running_process(
         sys.executable,
         *("-m", "router", "--model", str(model_dir), "--port", "0", "--registry-port", "0"),
         *("--max-input-length", "9999"),
         stderr=asyncio.subprocess.PIPE,
-    )
-    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    ) as process:
+        _, errors = await asyncio.wait_for(process.communicate(), LIMIT_S)
     assert process.returncode == 2
     assert errors.splitlines()[-1].startswith(b"router: max_input_length must be < max_total_tokens, got 9999 and")
 

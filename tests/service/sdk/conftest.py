@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes.sdk_router import FakeRouter, Script
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -22,9 +23,13 @@ def threaded_router() -> Iterator[FakeRouter]:
         await running.set_serving(True)
         return running
 
-    running = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-    yield running
-    asyncio.run_coroutine_threadsafe(running.stop(), loop).result(10)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    try:
+        running = asyncio.run_coroutine_threadsafe(start(), loop).result(LIMIT_S)
+        try:
+            yield running
+        finally:
+            asyncio.run_coroutine_threadsafe(running.stop(), loop).result(LIMIT_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

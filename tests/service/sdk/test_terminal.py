@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import grpc
 import pytest
 
 from tests.defects import Repaired
 from tests.fakes.sdk_router import FakeRouter, Refusal
+from tests.waiting import LIMIT_S
 
 ATTACK = "\x1b]0;PWNED\x07\x1b[2J\x9b31m\x7f"
 FORBIDDEN = ("\x1b]", "\x07", "\x1b[2J", "\x9b", "\x7f")
@@ -29,18 +31,19 @@ def in_terminal(router: FakeRouter, *command: str, typed: str = "") -> str:
         )
     finally:
         os.close(terminal)
-    assert process.stdin is not None
-    process.stdin.write(typed)
-    process.stdin.close()
     shown = b""
     try:
-        while piece := os.read(reading, 1 << 16):
-            shown += piece
-    except OSError:  # the last writer has left
-        pass
+        assert process.stdin is not None
+        process.stdin.write(typed)
+        process.stdin.close()
+        with suppress(OSError):  # the last writer has left
+            while piece := os.read(reading, 1 << 16):
+                shown += piece
+        process.wait(LIMIT_S)
     finally:
         os.close(reading)
-    process.wait(60)
+        process.kill()
+        process.wait()
     return shown.decode()
 
 

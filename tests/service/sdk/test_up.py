@@ -541,7 +541,9 @@ def wait_for_text(up: Up, text: str) -> None:
         ("tail", "-n", "+1", "-f", str(up.folder / "stderr")), stdout=subprocess.PIPE, text=True
     ) as tail:
         assert tail.stdout is not None
-        for line in tail.stdout:
-            if text in line:
-                break
-        tail.kill()
+        try:
+            for line in tail.stdout:
+                if text in line:
+                    break
+        finally:
+            tail.kill()  # the end of the block waits for it

@@ -124,10 +124,11 @@ async def test_a_batch_that_has_just_ended_is_not_cancelled(tmp_path: Path, monk
         assert (batch["status"], batch["cancelling_at"]) == ("completed", None)
 
 
+@pytest.mark.parametrize("stops", [False, True])
 async def test_a_cancel_while_files_are_opened_leaves_none_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
-    """Their locks would keep the batch from going on."""
+    """Their locks would keep the batch from going on. `stops`: the gateway stops right after the cancel."""
     is_opening, may_open = threading.Event(), threading.Event()
     path_of = CallerStore.path_of
 
@@ -143,11 +144,12 @@ async def test_a_cancel_while_files_are_opened_leaves_none_open(
         await until(is_opening.is_set)
         caller.batches.cancel(caller.store, batch["id"])
         asyncio.get_running_loop().call_later(0.02, may_open.set)
-        batch = await ended(caller, batch)
-        assert batch["status"] == "cancelled"
-        assert caller.num_asked == 0
-        opened = [each.path for each in psutil.Process().open_files()]  # also those of earlier tests
-        assert not [path for path in opened if path.startswith(str(tmp_path)) and path.endswith(".jsonl")]
+        await (asyncio.sleep(0) if stops else ended(caller, batch))
+    assert may_open.is_set()  # the batch has waited for the thread
+    assert caller.store.batch(batch["id"])["status"] == "cancelled"
+    assert caller.num_asked == 0
+    opened = [each.path for each in psutil.Process().open_files()]  # also those of earlier tests
+    assert not [path for path in opened if path.startswith(str(tmp_path)) and path.endswith(".jsonl")]
 
 
 async def test_calls_that_resume_together_start_a_batch_once(tmp_path: Path) -> None:

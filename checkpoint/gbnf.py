@@ -1,7 +1,7 @@
 """Reads grammars in GBNF, the notation of llama.cpp and of vLLM's `guided_grammar`, as llguidance's Lark.
 
-llguidance's converter does most of it. What it converts to another meaning, or to what llguidance cannot read, is
-spelt differently first.
+llguidance's converter does most of it. Some texts it would change in meaning, or convert to Lark that llguidance cannot
+read: these are spelt differently first.
 """
 
 import re

@@ -13,8 +13,8 @@ _WRONG_CONFIGURATION = 2
 
 
 def culprit(files: list[tuple[str, int, int, int, int]]) -> str | None:
-    """What has happened to the file that was cut off; None if none was. A file that replaced another under its name is
-    none: the pages of the one before are still there.
+    """Name the file that was cut off, or has changed, and say how; None if none has. A file that replaced another under
+    its name has not: the pages of the one before are still there.
     """
     changed: list[str] = []
     for path, device, inode, num_bytes, changed_ns in files:

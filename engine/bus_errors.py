@@ -1,4 +1,4 @@
-"""What a process says when a file that it has mapped is cut off.
+"""Names the file that was cut off while a process had it mapped.
 
 A read of a page that its file no longer has raises SIGBUS, in any thread and in the middle of any kernel. Python's own
 handlers of signals are of no use there: they run after the instruction, which is tried again without end. So the

@@ -53,8 +53,8 @@ class RunningService(Protocol):
 
 
 def configuration_fault(status: int, tail: Sequence[str]) -> str:
-    """What a service that has exited said of its configuration; empty if that was not the reason. `tail`: the last
-    lines of its log.
+    """The sentence by which a service has said that its configuration is wrong; empty if it ended for another reason.
+    `tail`: the last lines of its log.
     """
     return tail[-1] if status == _CONFIGURATION_STATUS and tail else ""
 

@@ -22,6 +22,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import join_host
 from mesh.logs import num_lines_lost
 from mesh.process import MetricsSettings, announce
+from mesh.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
@@ -143,10 +144,9 @@ async def watching_loop(registry: CollectorRegistry) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         registry.unregister(lag)
         registry.unregister(stop)
+        await cancel(task)
 
 
 async def _beat(lag: Gaps, stop: Gaps) -> None:

@@ -91,6 +91,16 @@ async def until_ended(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+async def cancel(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task, and return once it has ended. Raises the error with which it ends; CancelledError only if the caller
+    is cancelled, unlike awaiting the task itself.
+    """
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
+
+
 def mark_retrieved(future: "asyncio.Future[Any]") -> None:
     """Keep asyncio from logging the error of a future that is done, because others raise it or nobody waits for it."""
     if not future.cancelled():

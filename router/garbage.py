@@ -11,6 +11,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from mesh.tasks import cancel
+
 _MIN_REST_S = 10.0
 _REST = 200
 """After a collection of all objects, the next one waits for this many times as long as it took."""
@@ -26,9 +28,8 @@ async def collecting_rarely() -> AsyncIterator[None]:
     try:
         yield
     finally:
-        collecting.cancel()
         gc.set_threshold(*thresholds)
-        await asyncio.gather(collecting, return_exceptions=True)
+        await cancel(collecting)
 
 
 async def _collect() -> None:

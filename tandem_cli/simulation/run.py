@@ -9,6 +9,7 @@ from pathlib import Path
 from mesh.domain.errors import MeshError, Overloaded
 from mesh.domain.request import SamplingParams
 from mesh.domain.worker import WorkerRole
+from mesh.tasks import cancel
 from router.settings import RouterSettings
 from router.text.chat import TokenPrompt
 from router.validation import GenerateParams
@@ -131,8 +132,7 @@ def simulate(
                 observed = await run.run()
             finally:
                 if beside is not None:
-                    beside.cancel()
-                    await asyncio.gather(beside, return_exceptions=True)
+                    await cancel(beside)
         if watch is None:
             for role, count in zip((WorkerRole.PREFILL, WorkerRole.DECODE), num_workers, strict=True):
                 observed.paid_worker_s[role] = count * observed.duration_s

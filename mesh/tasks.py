@@ -92,8 +92,8 @@ async def until_ended(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def cancel(task: "asyncio.Task[Any]") -> None:
-    """Cancel a task, and return once it has ended. Raises the error with which it ends; CancelledError only if the caller
-    is cancelled, unlike awaiting the task itself.
+    """Cancel a task, and return once it has ended. Raises the error with which it ends, but CancelledError only if the
+    caller is cancelled: to await the task itself would raise it in both cases.
     """
     task.cancel()
     await asyncio.wait([task])

@@ -174,7 +174,7 @@ class LoopMemory:
 
     def _new_memories(self, size: _StepSize, splits: Sequence[Splits]) -> list[Stored]:
         num_tokens, num_threads, shares, have_prompts, adapters, are_results = size
-        acts = self._activations(num_tokens, is_adapted=bool(adapters), of=_RESULTS if are_results else "")
+        acts = self._activations(num_tokens, is_adapted=bool(adapters), prefix=_RESULTS if are_results else "")
         num_rows, own_buffers = max(num_tokens, self._num_copies(num_tokens)), self._thread_buffers[:num_threads]
         operands = self._operands(num_rows, self._model.weights, shares, num_threads)
         adapted = self._adapted(adapters, num_tokens, own_buffers)
@@ -239,21 +239,21 @@ class LoopMemory:
         buffer: Floats = self._ranks.buffers.get(name, (rows + 1) * width)
         return buffer[first_column : first_column + rows * width].reshape(rows, width)
 
-    def _activations(self, rows: int, *, is_adapted: bool, of: str) -> Activations:
+    def _activations(self, rows: int, *, is_adapted: bool, prefix: str) -> Activations:
         config, share, family = self._config, self._share, self._model.family
         branch_rows = rows if family.sandwich else 0
         is_plain = family.activation == SILU and config.activation_factors == (1.0, 1.0) and not is_adapted
         gate_up_rows = rows if family.gated and not is_plain else 0
         q_width, inner = config.num_heads * self._model.shape.head_dim, int(self._model.widths[:, 1].max())
-        latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows, of)
+        latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows, prefix)
         width = q_width if config.latent else self._qkv_width
-        projected, recurred = self._recurrent_rows(rows, of)
-        qkv = self._buffers.get(of + "qkv", (rows + TILE_ROWS) * width)
+        projected, recurred = self._recurrent_rows(rows, prefix)
+        qkv = self._buffers.get(prefix + "qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
         own_attended = self.rows("latents" if config.latent else "attended", rows, q_width, first_query)
         return Activations(
-            residual=self.rows(of + "residual", rows, config.hidden_size),
-            own_residual=self.rows(of + "residual", rows, config.hidden_size, share.hidden.first),
+            residual=self.rows(prefix + "residual", rows, config.hidden_size),
+            own_residual=self.rows(prefix + "residual", rows, config.hidden_size, share.hidden.first),
             branch=self.rows("branch", branch_rows, config.hidden_size),
             own_branch=self.rows("branch", branch_rows, config.hidden_size, share.hidden.first),
             inner=self.rows("inner", rows, inner),
@@ -274,20 +274,20 @@ class LoopMemory:
             input_gates=input_gates,
         )
 
-    def _input_rows(self, rows: int, of: str) -> tuple[Floats, Floats, Floats]:
+    def _input_rows(self, rows: int, prefix: str) -> tuple[Floats, Floats, Floats]:
         width = self._model.inputs.width
         if not width:
             return _NO_ROWS, _NO_ROWS, _NO_ROWS
         of_layers = self._config.num_layers * width
-        inputs, of_tokens = (self.rows(name, rows, of_layers) for name in (of + "inputs", "token_inputs"))
+        inputs, of_tokens = (self.rows(name, rows, of_layers) for name in (prefix + "inputs", "token_inputs"))
         return inputs, of_tokens, self.rows("input_gates", rows, width)
 
-    def _recurrent_rows(self, rows: int, of: str) -> tuple[Floats, Floats]:
+    def _recurrent_rows(self, rows: int, prefix: str) -> tuple[Floats, Floats]:
         facts = self._config.recurrent
         if facts is None:
             return _NO_ROWS, _NO_ROWS
         return self.rows("projected", rows, round_up(facts.projected, PANEL)), self.rows(
-            of + "recurred", rows, facts.result_width
+            prefix + "recurred", rows, facts.result_width
         )
 
     def _latent_rows(self, rows: int) -> LatentRows:

@@ -17,6 +17,7 @@ from mesh.domain.errors import (
     NoWorkers,
     Overloaded,
     Replayable,
+    RouterStopping,
     SlowReader,
 )
 from mesh.domain.worker import WorkerRole, WorkerState
@@ -65,7 +66,7 @@ class RouterMetrics:
                 self._incidents.labels(kind.value)
         for cause in Replayable.__subclasses__():
             self._replays.labels(cause.__name__)
-        for error in (AttemptsFailed, DeadlineExceeded, NoWorkers, Overloaded, SlowReader):
+        for error in (AttemptsFailed, DeadlineExceeded, NoWorkers, Overloaded, RouterStopping, SlowReader):
             self._failed.labels(error.__name__)
         for refusal in (InvalidRequest, Overloaded):
             self._refused.labels(refusal.__name__)

@@ -21,7 +21,7 @@ from functools import partial
 
 import structlog
 
-from mesh.domain.errors import NoWorkers, Overloaded
+from mesh.domain.errors import NoWorkers, Overloaded, RouterStopping
 from mesh.domain.request import mint_id
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
@@ -126,7 +126,7 @@ class ModelService:
             valid = self._validate(params, prompt, queue_entry, adapter)
             echo = await self._echo(prompt) if params.echo else ""
             if self._is_grace_over:
-                raise NoWorkers(_STOPPING)
+                raise RouterStopping(_STOPPING)
             return self._start(valid, permits, timeline, echo)
         except BaseException:
             for permit in permits:
@@ -173,7 +173,7 @@ class ModelService:
         )
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, let running ones end within the grace, then fail the rest with NoWorkers."""
+        """Refuse new requests, let running ones end within the grace, then fail the rest with RouterStopping."""
         self._stopping = True
         if self._num_open:
             with suppress(TimeoutError):
@@ -182,7 +182,7 @@ class ModelService:
         # First, so that no request that is being admitted starts with a permit that a failing stream releases.
         self._is_grace_over = True
         for stream in list(self._streams):
-            stream.fail(NoWorkers(_STOPPING))
+            stream.fail(RouterStopping(_STOPPING))
 
     def _one_ended(self) -> None:
         self._num_open -= 1

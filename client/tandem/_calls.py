@@ -19,7 +19,7 @@ import grpc
 
 from tandem import exceptions
 from tandem._fields import wrong_value
-from tandem.exceptions import Cancelled, ConnectionFailed, InvalidRequest, NoWorkers, Overloaded, TandemError
+from tandem.exceptions import ConnectionFailed, InvalidRequest, NoWorkers, Overloaded, TandemError
 
 ERROR_KEY = "tandem-error"
 RETRY_AFTER_KEY = "retry-after-ms"
@@ -54,6 +54,7 @@ ERROR_BY_NAME: Mapping[str, type[TandemError]] = MappingProxyType(
         "PermissionDenied": exceptions.PermissionDenied,
         "Overloaded": exceptions.Overloaded,
         "NoWorkers": exceptions.NoWorkers,
+        "RouterStopping": exceptions.ConnectionFailed,
         "AttemptsFailed": exceptions.InternalError,
         "ModelFailed": exceptions.ModelFailed,
         "DeadlineExceeded": exceptions.DeadlineExceeded,
@@ -73,8 +74,8 @@ ERROR_BY_CODE: Mapping[grpc.StatusCode, type[TandemError]] = MappingProxyType(
         grpc.StatusCode.PERMISSION_DENIED: exceptions.PermissionDenied,
         grpc.StatusCode.RESOURCE_EXHAUSTED: exceptions.Overloaded,
         grpc.StatusCode.UNAVAILABLE: exceptions.ConnectionFailed,
+        grpc.StatusCode.CANCELLED: exceptions.ConnectionFailed,  # the server stops
         grpc.StatusCode.DEADLINE_EXCEEDED: exceptions.DeadlineExceeded,
-        grpc.StatusCode.CANCELLED: exceptions.Cancelled,
         grpc.StatusCode.FAILED_PRECONDITION: exceptions.ServerMisconfigured,
     }
 )
@@ -86,15 +87,10 @@ _LONGEST_S = 1e9
 
 _MAX_DOUBLINGS = 30  # of a backoff: more would overflow a float one day, and each is beyond any longest one
 
-ELSEWHERE = (ConnectionFailed, NoWorkers, Cancelled)
+ELSEWHERE = (ConnectionFailed, NoWorkers)
 """Errors that may not occur at another router."""
 
 RETRYABLE = (*ELSEWHERE, Overloaded)
-
-
-def is_from_closing(error: TandemError) -> bool:
-    """Whether the client was closed under the call: no router can help."""
-    return isinstance(error, Cancelled) and error.by_client
 
 
 def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError:
@@ -112,6 +108,10 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError
         if ERROR_KEY not in trailing and "metadata size exceeds" in details:
             return exceptions.InternalError(f"the headers between {address} and this client are too large: {details}")
         return Overloaded(details, retry_after_s=_retry_after_s(trailing))
+    if cls is ConnectionFailed and ERROR_KEY in trailing:
+        return ConnectionFailed(details, broke=True)
+    if rpc_error.code() is grpc.StatusCode.CANCELLED and ERROR_KEY not in trailing:
+        return ConnectionFailed(f"{address} ended the call: {details}", broke=True)
     if cls is ConnectionFailed:
         broke = not details.startswith(_NO_CONNECTION) and any(sign in details for sign in _BROKEN_SIGNS)
         if broke:
@@ -178,7 +178,7 @@ class RetryPolicy:
 
     def delay_s(self, error: TandemError, num_retries: int, remaining_s: float) -> float | None:
         """Seconds to wait before the next attempt; None to raise `error` instead."""
-        if num_retries >= self.max_retries or not isinstance(error, RETRYABLE) or is_from_closing(error):
+        if num_retries >= self.max_retries or not isinstance(error, RETRYABLE):
             return None
         backoff_s = min(self.max_backoff_s, self.initial_backoff_s * 2 ** min(num_retries, _MAX_DOUBLINGS))
         jitter = random.uniform(0.5, 1.0)

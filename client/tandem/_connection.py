@@ -18,9 +18,9 @@ import grpc
 from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, is_from_closing, retrying
+from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, retrying
 from tandem._routers import Channels, Router, Routers, Stubs
-from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
+from tandem.exceptions import ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
 from tandem.v1 import generation_pb2
 
 R = TypeVar("R")
@@ -123,8 +123,6 @@ class Connection:
                 try:
                     return await attempt(router, deadline.remaining_s())
                 except ELSEWHERE as failure:
-                    if is_from_closing(failure):
-                        raise
                     self._routers.avoid(router)
                     error = failure
                     if isinstance(failure, ConnectionFailed) and failure.broke:
@@ -225,7 +223,7 @@ async def _is_serving(router: Router, deadline: Deadline) -> bool:
     try:
         with router.errors():
             status = await check(_WHOLE_SERVER, timeout=deadline.remaining_s(), wait_for_ready=True)
-    except (ConnectionFailed, DeadlineExceeded, Cancelled):
+    except (ConnectionFailed, DeadlineExceeded):
         return False
     return bool(status == _SERVING)
 

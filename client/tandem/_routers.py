@@ -18,7 +18,7 @@ import grpc
 
 from tandem._calls import error_from_rpc
 from tandem._fields import wrong_value
-from tandem.exceptions import Cancelled, InvalidRequest
+from tandem.exceptions import Cancelled, ConnectionFailed, InvalidRequest
 from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 
 ChannelFactory = Callable[[str], grpc.aio.Channel]
@@ -204,8 +204,8 @@ class Router:
             if task is None or task.cancelling():
                 raise
             if self._closed:
-                raise Cancelled("the client was closed", by_client=True) from None
-            raise Cancelled(f"{self.address} ended the call as cancelled") from None
+                raise Cancelled("the client was closed") from None
+            raise ConnectionFailed(f"{self.address} ended the call as cancelled", broke=True) from None
 
     async def close(self) -> None:
         """Close the channel, which ends running calls with Cancelled. May be called twice."""

@@ -9,8 +9,8 @@
     ├── NoWorkers             no healthy workers can serve this now
     ├── DeadlineExceeded      out of time
     ├── SlowReader            the answer was read too slowly, and the server has cut it off
-    ├── Cancelled             the server ended the call as cancelled, or the client was closed meanwhile
-    ├── ConnectionFailed      the server cannot be reached, or the connection broke
+    ├── Cancelled             the client was closed meanwhile
+    ├── ConnectionFailed      the server cannot be reached, the connection broke, or the server stopped meanwhile
     ├── ServerMisconfigured   the parts of the server do not fit together; its operator has to act
     └── InternalError         any other error on the server
         └── ModelFailed       the model computes NaN or infinity for this request
@@ -63,18 +63,11 @@ class SlowReader(TandemError):
 
 
 class Cancelled(TandemError):
-    """The server ended the call as cancelled, for example because it is stopping; or the client was closed meanwhile.
-
-    `by_client` means the latter.
-    """
-
-    def __init__(self, message: str, *, by_client: bool = False) -> None:
-        super().__init__(message)
-        self.by_client = by_client
+    """The client was closed while the call ran."""
 
 
 class ConnectionFailed(TandemError):
-    """The server cannot be reached, or the connection broke before the answer was complete.
+    """The server cannot be reached, or the connection broke or the server stopped before the answer was complete.
 
     `broke` means that a connection existed, so the server may have started to process the call.
     """

@@ -8,6 +8,7 @@
     ├── PermissionDenied        the caller is known but not allowed
     ├── Overloaded              over a limit, or too late; the client retries after `retry_after_s`
     ├── NoWorkers               no worker can serve the request now
+    ├── RouterStopping          the router stops and has cut the answer off; another router goes on with it
     ├── AttemptsFailed          several workers failed on this request; clients should not repeat it
     ├── ModelFailed             the model computed NaN or infinity for this request; do not retry
     ├── DeadlineExceeded        the request ran out of time
@@ -62,6 +63,10 @@ class Overloaded(MeshError):
 
 class NoWorkers(MeshError):
     """No healthy workers form a path for this request."""
+
+
+class RouterStopping(MeshError):
+    """The router stops, and its grace is over. Nothing is wrong with the request: the SDK repeats it elsewhere."""
 
 
 class AttemptsFailed(MeshError):

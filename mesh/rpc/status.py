@@ -27,6 +27,7 @@ STATUS_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = MappingProxyType(
         errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
         errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
         errors.NoWorkers: grpc.StatusCode.UNAVAILABLE,
+        errors.RouterStopping: grpc.StatusCode.UNAVAILABLE,
         errors.AttemptsFailed: grpc.StatusCode.INTERNAL,
         errors.ModelFailed: grpc.StatusCode.INTERNAL,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,

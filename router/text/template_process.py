@@ -24,7 +24,7 @@ from contextlib import suppress
 
 import structlog
 
-from mesh.domain.errors import ConfigurationError, InvalidRequest, NoWorkers, Overloaded
+from mesh.domain.errors import ConfigurationError, InvalidRequest, NoWorkers, Overloaded, RouterStopping
 from router.text import template_program
 from router.text.chat import (
     DEFAULT_RENDERING,
@@ -65,7 +65,9 @@ class TemplateProcess:
                 ) from error
 
     def render(self, messages: Sequence[ChatMessage], tools_json: str = "", how: Rendering = DEFAULT_RENDERING) -> str:
-        """Raises InvalidRequest, NoWorkers if the process ends twice or is closed, and Overloaded if it gets no CPU."""
+        """Raises InvalidRequest, NoWorkers if the process ends twice, RouterStopping if it is closed, and Overloaded if
+        it gets no CPU.
+        """
         turns = [(turn.role, turn.content, turn.extra_json) for turn in messages]
         request = [turns, tools_json, (how.values_json, how.adds_generation_prompt, how.continues_final)]
         with self._lock:
@@ -87,7 +89,7 @@ class TemplateProcess:
         except (OSError, EOFError) as error:
             status = self._kill()
             if self._closed:
-                raise NoWorkers("this router is stopping; try again") from error
+                raise RouterStopping("this router is stopping; try again") from error
             log.warning("chat template process ended", status=status, cause=str(error))
             if status in _LIMIT_STATUSES:
                 raise too_big() from error

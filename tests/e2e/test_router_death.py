@@ -133,15 +133,15 @@ async def run_all(
     return events, texts, max(stream.longest_gap_s for stream in watched)
 
 
-async def check_kill(running: MeshProcess) -> tuple[int, int, float]:
-    """Kill the router that all streams are on. Returns how many streams of gRPC and HTTP there were, all token-exact,
+async def check_kill(running: MeshProcess, number: signal.Signals = signal.SIGKILL) -> tuple[int, int, float]:
+    """Send the router that all streams are on a signal that ends it. Returns how many streams of gRPC and HTTP there were, all token-exact,
     and the longest gap between two tokens.
     """
     async with tandem.AsyncClient(running.address, timeout=LIMIT_S) as client:
         old = running.pids("router")
         workers = {(worker.worker_id, worker.pid) for worker in await client.workers()}
         calm, calm_texts, _ = await run_all(running, client)
-        hit, texts, gap_s = await run_all(running, client, lambda: running.signal("router", signal.SIGKILL))
+        hit, texts, gap_s = await run_all(running, client, lambda: running.signal("router", number))
         for events, expected in zip(hit, calm, strict=True):
             check_same(events, result_of(expected))
             assert len({event.request_id for event in events}) == 1
@@ -170,6 +170,11 @@ async def test_a_killed_router_is_noticed_as_a_pause(
         f"the router is started again where it was; {num_grpc} of {num_grpc} gRPC and {num_http} of {num_http} HTTP "
         f"streams token-exact, longest gap {gap_s:.1f} s",
     )
+
+
+async def test_streams_that_outlast_a_stopped_router_go_on(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    async with mesh(checkpoint("llama-tied"), tmp_path, *FLAGS, "--set", "router.grace_s=0.01") as running:
+        await check_kill(running, signal.SIGTERM)
 
 
 @pytest.mark.soak

@@ -199,9 +199,9 @@ async def test_streams_that_outlast_the_grace_end_with_a_status(make_mesh: Any, 
     assert "stopping" in await call.details()
     await decode.aborted.wait_len(1, timeout_s=1)
     samples = await scrape(mesh.router.metrics.registry)
-    assert samples["tandem_request_failure_total", frozenset({("error", "NoWorkers")})] == 1
+    assert samples["tandem_request_failure_total", frozenset({("error", "RouterStopping")})] == 1
     assert samples["tandem_request_cancelled_total", frozenset()] == 0
-    repaired("D27", "streams that a stopping router cuts off are failures, NoWorkers")
+    repaired("D27", "streams that a stopping router cuts off are failures, RouterStopping")
 
 
 async def test_requests_that_are_still_being_admitted_have_the_grace_too(

@@ -15,6 +15,7 @@ from tests.fakes.resetting_proxy import resetting_proxy
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script, running_router
 
 BROKE = Refusal(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+STOPPING = Refusal(grpc.StatusCode.UNAVAILABLE, "this router is stopping", (("tandem-error", "RouterStopping"),))
 EVERYTHING = {"prompt": "Go: ", "n": 3, "top_logprobs": 2, "prompt_logprobs": True, "echo": True}
 LIMIT_S = 60
 
@@ -56,6 +57,17 @@ async def test_events_are_those_of_a_call_that_nothing_happened_to(num_messages:
         assert len(first.script.requests) == 1
     assert [event.prompt_tokens for event in events] == [event.prompt_tokens for event in expected]
     assert of_choices(events) == of_choices(expected)
+
+
+@pytest.mark.parametrize("num_messages", [0, 1, 12])
+@pytest.mark.parametrize("end", [STOPPING, Refusal(grpc.StatusCode.CANCELLED, "the server is stopping")])
+async def test_answers_that_outlast_a_stopping_router_go_on(num_messages: int, end: Refusal) -> None:
+    async with running_router() as first, running_router() as second:
+        first.script.refusals = deque([dataclasses.replace(end, after_messages=num_messages)])
+        async with client_of(first, second, max_retries=0) as client:
+            events = await events_of(client, prompt="")
+        assert [len(router.script.requests) for router in (first, second)] == [1, 1]
+    assert "".join(event.text for event in events) == STORY
 
 
 async def test_a_router_that_is_started_again_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

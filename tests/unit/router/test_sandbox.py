@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from mesh.domain.errors import ConfigurationError, InvalidRequest, NoWorkers, Overloaded
+from mesh.domain.errors import ConfigurationError, InvalidRequest, NoWorkers, Overloaded, RouterStopping
 from router.text import template_process
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.template_process import TemplateProcess
@@ -171,7 +171,7 @@ def test_closing_is_no_fault_of_the_request() -> None:
         rendering = pool.submit(process.render, TURNS)
         until_asked(process)
         process.close()
-        with pytest.raises(NoWorkers, match="stopping"):
+        with pytest.raises(RouterStopping, match="stopping"):
             rendering.result(60)
 
 

@@ -45,7 +45,7 @@ def test_every_error_a_client_may_see_is_in_the_table() -> None:
         (grpc.StatusCode.RESOURCE_EXHAUSTED, tandem.Overloaded),
         (grpc.StatusCode.UNAVAILABLE, tandem.ConnectionFailed),
         (grpc.StatusCode.DEADLINE_EXCEEDED, tandem.DeadlineExceeded),
-        (grpc.StatusCode.CANCELLED, tandem.Cancelled),
+        (grpc.StatusCode.CANCELLED, tandem.ConnectionFailed),
         (grpc.StatusCode.FAILED_PRECONDITION, tandem.ServerMisconfigured),
         (grpc.StatusCode.INTERNAL, tandem.InternalError),
         (grpc.StatusCode.UNIMPLEMENTED, tandem.InternalError),
@@ -80,6 +80,22 @@ def test_a_connection_that_a_stopping_router_ends_is_a_broken_one(said: str) -> 
     )
     assert isinstance(unmade, tandem.ConnectionFailed)
     assert not unmade.broke
+
+
+@pytest.mark.parametrize(
+    ("code", "trailing", "shown"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, {"tandem_error": "RouterStopping"}, "it stops"),
+        (grpc.StatusCode.CANCELLED, {}, "host:1 ended the call: it stops"),
+    ],
+)
+def test_a_call_that_a_stopping_router_ends_is_a_broken_one(
+    code: grpc.StatusCode, trailing: dict[str, str], shown: str
+) -> None:
+    error = error_from_rpc(rpc_error(code, "it stops", **trailing), "host:1")
+    assert isinstance(error, tandem.ConnectionFailed)
+    assert error.broke
+    assert str(error) == shown
 
 
 @pytest.mark.parametrize(("sent", "expected_s"), [("1500", 1.5), ("soon", None), ("-1", None)])
@@ -131,4 +147,4 @@ def test_no_wait_passes_the_deadline() -> None:
 
 
 def test_a_closed_client_does_not_try_again() -> None:
-    assert RetryPolicy().delay_s(tandem.Cancelled("x", by_client=True), 0, remaining_s=60) is None
+    assert RetryPolicy().delay_s(tandem.Cancelled("x"), 0, remaining_s=60) is None

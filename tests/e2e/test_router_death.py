@@ -134,8 +134,8 @@ async def run_all(
 
 
 async def check_kill(running: MeshProcess, number: signal.Signals = signal.SIGKILL) -> tuple[int, int, float]:
-    """Send the router that all streams are on a signal that ends it. Returns how many streams of gRPC and HTTP there were, all token-exact,
-    and the longest gap between two tokens.
+    """Send the router that all streams are on a signal that ends it. Returns how many streams of gRPC and HTTP there
+    were, all token-exact, and the longest gap between two tokens.
     """
     async with tandem.AsyncClient(running.address, timeout=LIMIT_S) as client:
         old = running.pids("router")

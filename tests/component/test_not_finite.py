@@ -148,6 +148,48 @@ def test_values_of_the_last_layer_that_break(
     assert "NaN or infinity" in failure(output)
 
 
+@pytest.mark.parametrize("arm", ["compiled", "cpu", "torch"])
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("layer", [0, -1])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "k_proj"), ("gemma2", "k_proj"), ("falcon-h1", "k_proj"), ("deepseek-v3", "kv_a_proj_with_mqa")],
+)
+def test_keys_that_break(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, name: str, layer: int, quantize: str, arm: str
+) -> None:
+    """A key that KV of 16 bits cannot hold: softmax may make any number of its score."""
+    model_dir = tmp_path / family
+    shutil.copytree(checkpoint(family), model_dir)
+    tensors = load_file(model_dir / "model.safetensors")
+    layer %= load_decoder_config(model_dir).num_layers
+    weight = tensors[f"model.layers.{layer}.self_attn.{name}.weight"]
+    weight *= 1e7
+    save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+    driver = Driver(load_arm(model_dir, arm, kv_dtype="float16", quantize=quantize))
+    [output] = driver.step((driver.add(make_request("bad", range(100, 160))), 40))
+    assert "NaN or infinity" in failure(output)
+
+
+@pytest.mark.parametrize("arm", ["compiled", "cpu", "torch"])
+def test_a_generated_token_whose_key_breaks(checkpoint: Checkpoint, tmp_path: Path, arm: str) -> None:
+    model_dir = tmp_path / "llama"
+    shutil.copytree(checkpoint("llama"), model_dir)
+    tensors, prompt = load_file(model_dir / "model.safetensors"), list(range(100, 120))
+    embeddings = tensors["model.embed_tokens.weight"] * tensors["model.layers.0.input_layernorm.weight"]
+    others, bad = embeddings[prompt].double(), embeddings[BAD_TOKEN].double()
+    apart = bad - torch.linalg.lstsq(others.T, bad).solution @ others  # the prompt's keys do not change with it
+    tensors["model.layers.0.self_attn.k_proj.weight"] += (1e7 * apart / apart.norm()).float()
+    save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+    driver = Driver(load_arm(model_dir, arm, kv_dtype="float16"))
+    runs = [driver.add(make_request(name, prompt, max_new_tokens=8)) for name in ("good", "bad")]
+    assert [output.failure for output in driver.step(*((run, len(prompt)) for run in runs))] == [None] * 2
+    runs[0].sequence.token_ids[-1], runs[1].sequence.token_ids[-1] = prompt[0], BAD_TOKEN
+    outputs = driver.step(*((run, 1) for run in runs))
+    assert outputs[0].failure is None
+    assert "NaN or infinity" in failure(outputs[1])
+
+
 def test_a_failed_grammar_does_not_hide_what_breaks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = load(checkpoint("llama"), "torch")
     monkeypatch.setattr(runner._masks, "failure", lambda _: "the grammar is too large")

@@ -12,8 +12,10 @@ without a body, and `select_by_dtype` replaces them. Arguments of vector loops a
 address.
 """
 
+import math
 from typing import NamedTuple
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
@@ -52,6 +54,10 @@ from engine.kernels.cpu.machine import (
 from engine.kernels.cpu.parts import select_by_dtype
 
 SIGN_BITS = 0x80
+_NOTHING = np.float32(-0.0)
+"""Leaves every number that it is added to as it is: 0 would make 0 of -0."""
+_TOO_LARGE_BITS = 0x477FF000
+"""The least number that becomes infinity in fp16, 65,520, in fp32."""
 _QUADS = ir.VectorType(INT32, LANES // GROUP)
 _ALL_BYTES = ir.VectorType(INT8, LANES * GROUP)
 _INTP = types.intp
@@ -263,23 +269,51 @@ def _transposed(builder: Builder, rows: list[Value]) -> list[Value]:
 
 
 @emitted
+def misfit(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, element: NumbaType) -> Intrinsic:
+    """NaN if one of the fp32 values does not fit into rows of the cache, else _NOTHING."""
+    bits = element.bitwidth
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        if bits == 32:
+            return FLOAT(_NOTHING)
+        emit, largest = Emitter(context, builder), "llvm.umax.v16i32"
+        values_at = emit.pointer(args[0])
+        with emit.loop(args[1], [constant(INTS, 0)]) as loop:
+            magnitudes = builder.and_(
+                emit.load(vector_at(emit, values_at, loop.index), INTS), constant(INTS, 0x7FFFFFFF)
+            )
+            loop.next.append(emit.call(largest, INTS, loop.carried[0], magnitudes))
+        highest = emit.call("llvm.vector.reduce.umax.v16i32", INT32, loop.next[0])
+        return builder.select(
+            builder.icmp_unsigned("<", highest, INT32(_TOO_LARGE_BITS)), FLOAT(_NOTHING), FLOAT(math.nan)
+        )
+
+    return types.float32(_INTP, _INTP, element), generate
+
+
+@emitted
 def write_row(
-    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, row: NumbaType, element: NumbaType
+    typing: TypingContext,
+    values: NumbaType,
+    num_vectors: NumbaType,
+    row: NumbaType,
+    addend: NumbaType,
+    element: NumbaType,
 ) -> Intrinsic:
-    """Convert fp32 values to a row of the cache."""
+    """Convert fp32 values, plus an addend, to a row of the cache."""
     bits = element.bitwidth
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
-        values_at, row_at = emit.pointer(args[0]), emit.pointer(args[2])
+        values_at, row_at, addend = emit.pointer(args[0]), emit.pointer(args[2]), emit.splat(args[3])
         with emit.loop(args[1], []) as loop:
-            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            read = emit.add_in_order(emit.load(vector_at(emit, values_at, loop.index), FLOATS), addend)
             if bits == 16:
                 read = builder.fptrunc(read, HALVES)
             emit.store(read, emit.at(row_at, builder.mul(loop.index, INT64(LANES * bits // 8))), bits // 8)
         return context.get_dummy_value()
 
-    return types.void(_INTP, _INTP, _INTP, element), generate
+    return types.void(_INTP, _INTP, _INTP, types.float32, element), generate
 
 
 class HeadSegments(NamedTuple):
@@ -320,10 +354,14 @@ def _write_bytes(
 def _write_rows(
     key: Address, value: Address, segments: HeadSegments, token: int, shape: HeadShape, element: Element
 ) -> None:
-    offset = token * shape.num_kv_heads * shape.row_bytes
-    write_row(key, shape.head_dim // LANES, segments.keys + offset, element)
+    """The value of a key that does not fit becomes NaN, as do all results that see it: a score may be any number."""
+    offset, num_vectors = token * shape.num_kv_heads * shape.row_bytes, shape.head_dim // LANES
+    spoilt = misfit(key, num_vectors, element)
     if shape.num_planes > 1:
-        write_row(value, shape.head_dim // LANES, segments.values + offset, element)
+        write_row(key, num_vectors, segments.keys + offset, _NOTHING, element)
+        write_row(value, num_vectors, segments.values + offset, spoilt, element)
+    else:
+        write_row(key, num_vectors, segments.keys + offset, spoilt, element)
 
 
 def read_keys(head: Address, shape: HeadShape, out: Address, element: Element) -> None:

@@ -1,6 +1,7 @@
 """`python -m gateway.handler`: the process that runs a user's code. The gateway starts it."""
 
 import os
+import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import structlog
 from gateway.handler.server import HandlerServer, load_user_code
 from gateway.server import serving_at
 from gateway.settings import parse_properties
+from mesh.parent import end_with
 from mesh.process import ProcessSettings, ServiceProgram, announce, until_stopped
 from mesh.settings import setting
 
@@ -28,11 +30,13 @@ class HandlerSettings(ProcessSettings):
     function: str = setting("handle", "name of the function to call")
     socket: str = setting(..., "Unix socket to listen at")
     router: str = setting("", "router's address, for the handler's own calls")
+    gateway_pid: int = setting(..., "process that has started this one, and with which it ends")
     handler_properties: str = setting("{}", "JSON object: the operator's own properties", secret=True)
 
 
 async def serve(settings: HandlerSettings) -> None:
     """Load the user's code, call it once with an empty Input, then serve until stopped."""
+    end_with(settings.gateway_pid, signal.SIGKILL)  # the user's code may be busy when standard input closes
     path = Path(settings.file).resolve()  # noqa: ASYNC240  (nothing else runs yet)
     os.environ["TANDEM_ADDRESS"] = settings.router
     if (requirements := path.with_name("requirements.txt")).is_file():

@@ -206,6 +206,7 @@ class HandlerProcess:
             "function": settings.handler_function,
             "socket": path,
             "router": settings.router,
+            "gateway-pid": os.getpid(),
         }
         flags = [f"--{name}={value}" for name, value in flags_by_name.items()]
         environ = {name: value for name, value in os.environ.items() if name not in _SECRETS}

@@ -1,7 +1,10 @@
 """A model.py of the user's: called as LMI calls it, answered as LMI answers, and no harm done by a bad one."""
 
 import asyncio
+import contextlib
 import json
+import sys
+from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -15,6 +18,8 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from tests.captured_log import InstallLog, install_log
 from tests.defects import Repaired
+from tests.e2e.mesh_process import is_alive
+from tests.processes import running_process
 from tests.service.gateway.http import RunningGateway, running_gateway
 from tests.waiting import until
 from tests.warm import forks
@@ -370,6 +375,26 @@ async def test_a_handler_that_hangs_while_it_loads(with_handler: Make) -> None:
     with pytest.raises(ConfigurationError, match="does not start"):
         async with with_handler("while True:\n    pass", handler_start_s=1.0):
             pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends a process with its parent")
+@pytest.mark.parametrize(
+    "source", ["{told}\nwhile True: pass", "def handle(inputs):\n    {told}\n    while True: pass"]
+)
+async def test_a_handler_that_hangs_ends_with_its_gateway(tmp_path: Path, source: str) -> None:
+    pid_file, model = tmp_path / "pid", tmp_path / "model.py"
+    told = f"__import__('pathlib').Path({str(pid_file)!r}).write_text(str(__import__('os').getpid()))"
+    model.write_text(source.format(told=told))
+    command = (sys.executable, "-m", "gateway", "--port=0", f"--handler={model}", "--router=127.0.0.1:1")
+    async with running_process(*command, stdout=DEVNULL, stderr=DEVNULL) as gateway:
+        await until(lambda: pid_file.exists() and pid_file.read_text())
+        handler = psutil.Process(int(pid_file.read_text()))
+        gateway.kill()
+        try:
+            await until(lambda: not is_alive(handler))
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                handler.kill()
 
 
 async def test_a_handler_whose_first_start_is_cancelled(with_handler: Make, tmp_path: Path) -> None:

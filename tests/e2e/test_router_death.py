@@ -1,4 +1,4 @@
-"""Kill the router under load: `tandem up` starts it again, the workers come back to it, and every stream goes on."""
+"""Kill or stop the router under load: `tandem up` starts it again, the workers come back to it, and every stream goes on."""
 
 import asyncio
 import json
@@ -178,13 +178,14 @@ async def test_streams_that_outlast_a_stopped_router_go_on(checkpoint: Callable[
 
 
 @pytest.mark.soak
-async def test_one_of_two_killed_routers_streams_go_on_at_the_other(
-    checkpoint: Callable[[str], Path], tmp_path: Path, repaired: Repaired
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_one_of_two_ended_routers_streams_go_on_at_the_other(
+    checkpoint: Callable[[str], Path], tmp_path: Path, number: signal.Signals, repaired: Repaired
 ) -> None:
     async with running_redis() as redis:
-        flags = (*FLAGS, "--routers", "2", "--registry-url", redis.url)
+        flags = (*FLAGS, "--routers", "2", "--registry-url", redis.url, "--set", "router.grace_s=0.01")
         async with mesh(checkpoint("llama-tied"), tmp_path, *flags) as running:
-            num_grpc, num_http, gap_s = await check_kill(running)
+            num_grpc, num_http, gap_s = await check_kill(running, number)
     repaired(
         "F3",
         f"one of two routers: {num_grpc} of {num_grpc} gRPC and {num_http} of {num_http} HTTP streams token-exact at "

@@ -1,4 +1,4 @@
-"""Kill or stop the router under load: `tandem up` starts it again, the workers come back to it, and every stream goes on."""
+"""Kill or stop the router under load: `tandem up` starts it again, the workers come back, and every stream goes on."""
 
 import asyncio
 import json

@@ -23,6 +23,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import join_host
 from mesh.logs import LogLimit
 from mesh.process import run_for_life
+from mesh.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 
@@ -190,9 +191,7 @@ async def cancel_on_disconnect(coroutine: Coroutine[object, object, Response], r
             raise ClientDisconnect
         return working.result()
     finally:
-        for task in (working, disconnecting):
-            task.cancel()
-        await asyncio.gather(working, disconnecting, return_exceptions=True)
+        await cancel_all([working, disconnecting])
 
 
 async def _until_disconnected(request: Request) -> None:

@@ -16,6 +16,7 @@ from mesh.domain.worker import WorkerInfo
 from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import ServiceProgram, announce, run_for_life, until_stopped
 from mesh.rpc.server import Listen, Server
+from mesh.tasks import cancel_all
 from router.api.generation_servicer import GenerationServicer
 from router.api.operators import MeshServicer
 from router.garbage import collecting_rarely
@@ -134,10 +135,10 @@ class RouterProcess:
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new requests, let running ones end within the grace, then close everything."""
-        await _cancel(self._tasks)
+        await cancel_all(self._tasks)
         self._readiness.end()
         await self._directory.drain(grace_s)
-        await _cancel(self._proving)  # not before: a stream that loses its worker goes on at one that has just joined
+        await cancel_all(self._proving)  # not before: a stream that loses its worker goes on at one that just joined
         await self.public.stop(_FLUSH_S)
         for model_router in self.model_routers:
             model_router.close()
@@ -204,12 +205,6 @@ class RouterProcess:
             self._readiness.wake()
             await asyncio.sleep(0)  # canaries and readiness look at all workers, too
             await asyncio.sleep(min(_MAX_REST_S, _REST * (time.thread_time() - begun_s)))
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _downloading(fraction: float) -> None:

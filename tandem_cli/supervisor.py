@@ -24,7 +24,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import is_unspecified, local_address
 from mesh.interrupts import leave_terminal, stopping_signals
 from mesh.process import adopt_orphans
-from mesh.tasks import Backoff
+from mesh.tasks import Backoff, cancel_all
 from tandem import TandemError
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
@@ -210,8 +210,7 @@ class Supervisor:
         except TandemError as error:
             raise MeshFailed(f"all services are up, but a trial request failed: {error}") from error
         finally:
-            trial.cancel()
-            await asyncio.gather(trial, return_exceptions=True)
+            await cancel_all([trial])
 
     async def _next_while_starting(self, waiting_for: set[str]) -> _Event:
         """The next event. Raises MeshFailed or ConfigurationError if it means that the start has failed. A service that
@@ -274,8 +273,7 @@ class Supervisor:
         try:
             yield
         finally:
-            scaling.cancel()
-            await asyncio.gather(scaling, return_exceptions=True)
+            await cancel_all([scaling])
 
     async def _change(self, change: Change) -> None:
         name = change.service.name

@@ -112,7 +112,7 @@ class Supervisor:
             try:
                 await self._start()
                 self._show_services()
-                on_ready(",".join(map(local_address, self._addresses("router"))), self._http_url())
+                on_ready(",".join(map(local_address, self._router_addresses())), self._http_url())
                 async with self._scaled():
                     await self._watch()
             except _StopRequested:
@@ -151,7 +151,7 @@ class Supervisor:
             await self._spawn(router)
         await self._until_all_ready()
         self._display.loaded()
-        for address in self._addresses("router"):
+        for address in self._router_addresses():
             await self._run_trial(address)
 
     async def _until_all_ready(self) -> None:
@@ -186,7 +186,7 @@ class Supervisor:
         Redis.
         """
         settings = self._deployment.resolve(self._deployment.router(), self._launch.environ)
-        gateway = self._deployment.gateway(self._addresses("router"), settings)
+        gateway = self._deployment.gateway(self._router_addresses(), settings)
         workers = self._deployment.workers(next(iter(self._registries.values())))
         return [*workers, *([gateway] if gateway else [])]
 
@@ -196,8 +196,8 @@ class Supervisor:
         has_tls = self._deployment.resolve(gateway.service, self._launch.environ).public_tls_cert
         return f"{'https' if has_tls else 'http'}://{local_address(gateway.address)}"
 
-    def _addresses(self, role: str) -> list[str]:
-        return [child.address for child in self._children.values() if child.service.role == role]
+    def _router_addresses(self) -> list[str]:
+        return [child.address for child in self._children.values() if child.service.role == "router"]
 
     async def _run_trial(self, address: str) -> None:
         trial = asyncio.create_task(self._trial(address))
@@ -264,7 +264,7 @@ class Supervisor:
         if self._scaling is None:
             yield
             return
-        addresses, registry = ",".join(self._addresses("router")), next(iter(self._registries.values()))
+        addresses, registry = ",".join(self._router_addresses()), next(iter(self._registries.values()))
         scaling = asyncio.create_task(
             self._scaling.run(
                 addresses, registry, on_change=self._queue.put_nowait, on_warning=partial(self._warn, "scaling")

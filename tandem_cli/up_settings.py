@@ -166,13 +166,11 @@ class UpSettings:
         for name in ("port", "http_port", "metrics_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigurationError(f"{name} must be in [0, 65535], got {getattr(self, name)}")
-        for name, first, count in (
-            ("port", self.port, self.routers),
-            ("metrics_port", self.metrics_port, self.routers),
-        ):
-            if first and first + count - 1 > 65535:
+        highest = 65536 - self.routers
+        for name in ("port", "metrics_port"):
+            if (first := getattr(self, name)) and first > highest:
                 raise ConfigurationError(
-                    f"{name} must be <= {65536 - count}, got {first}: {count} routers use consecutive ports"
+                    f"{name} must be <= {highest}, got {first}: {self.routers} routers use consecutive ports"
                 )
         if self.on not in ("", "ray") and not _RAY_CLIENT.fullmatch(self.on):
             raise ConfigurationError(f"on must be ray or ray://HOST:PORT, got {self.on!r}")

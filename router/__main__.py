@@ -10,11 +10,11 @@ from typing import Any
 import structlog
 
 from mesh.domain.errors import LayoutMismatch
-from mesh.domain.host import is_loopback
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo
 from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import ServiceProgram, announce, run_for_life, until_stopped
+from mesh.public_tls import warn_of_open_keys
 from mesh.rpc.server import Listen, Server
 from mesh.tasks import cancel_all
 from router.api.generation_servicer import GenerationServicer
@@ -212,12 +212,8 @@ def _downloading(fraction: float) -> None:
 
 
 def _warn_of_open_keys(settings: RouterSettings) -> None:
-    if settings.api_keys_file and not settings.public_tls_cert and not is_loopback(settings.host):
-        log.warning(
-            "API keys and prompts are sent unencrypted: set public_tls_cert and public_tls_key, or listen on 127.0.0.1 "
-            "behind a proxy that terminates TLS",
-            host=settings.host,
-        )
+    if settings.api_keys_file:
+        warn_of_open_keys(settings.host, settings)
 
 
 async def serve(settings: RouterSettings) -> None:

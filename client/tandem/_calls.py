@@ -201,7 +201,7 @@ class Losses:
 
 
 async def retrying(
-    attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline, losses: Losses | None = None
+    attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline, losses: Losses | None
 ) -> T:
     """Call `attempt()` until it returns, or until the policy gives up or there are too many losses. Its error is then
     raised.

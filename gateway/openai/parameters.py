@@ -48,7 +48,7 @@ def completion_arguments(body: CompletionBody, model: Model | None, max_prompts:
     return [shared | prompt for prompt in prompts]
 
 
-def chat_arguments(body: ChatBody, model: Model | None, tool_use: ToolUse | None = None) -> GenerateArguments:
+def chat_arguments(body: ChatBody, model: Model | None, tool_use: ToolUse | None) -> GenerateArguments:
     """Return the SDK arguments of a chat. `model`: None if not known yet. `tool_use` comes from parse_tool_use. Raises
     InvalidRequest.
     """

@@ -1,5 +1,5 @@
-"""asyncio tasks: delays between attempts, cancellation that a library hides, tasks that succeed or fail as one, and
-waiting for a thread or a coroutine even when cancelled.
+"""asyncio tasks: delays between attempts, cancellation that a library hides, tasks that succeed or fail as one, the end
+of tasks, and waiting: for an event within a time, for a thread or a coroutine even when cancelled.
 """
 
 import asyncio

@@ -102,7 +102,7 @@ class RouterProcess:
             on_ready=lambda: announce("ready"),
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self._proving: list[asyncio.Task[None]] = []
+        self._model_runs: list[asyncio.Task[None]] = []
         self._has_changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
@@ -131,14 +131,14 @@ class RouterProcess:
         runs = [self._readiness.run(), self.history.run(self.reading), *self._role_switching()]
         runs += [] if self._tls is None else [self._tls.follow()]
         self._tasks = [run_for_life(run) for run in runs]
-        self._proving = [run_for_life(model_router.run()) for model_router in self.model_routers]
+        self._model_runs = [run_for_life(model_router.run()) for model_router in self.model_routers]
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new requests, let running ones end within the grace, then close everything."""
         await cancel_all(self._tasks)
         self._readiness.end()
         await self._directory.drain(grace_s)
-        await cancel_all(self._proving)  # not before: a stream that loses its worker goes on at one that just joined
+        await cancel_all(self._model_runs)  # not before: a stream that loses its worker goes on at one that just joined
         await self.public.stop(_FLUSH_S)
         for model_router in self.model_routers:
             model_router.close()

@@ -21,14 +21,13 @@ from functools import partial
 from typing import TypeAlias
 
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import is_unspecified, local_address
+from mesh.domain.host import format_cores, is_unspecified, local_address
 from mesh.interrupts import leave_terminal, stopping_signals
 from mesh.process import adopt_orphans
 from mesh.tasks import Backoff, cancel_all
 from tandem import TandemError
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
-from tandem_cli.hardware import format_cores
 from tandem_cli.launcher import Launcher, RunningService, ServiceEvent, configuration_fault, describe_exit, end_of_log
 from tandem_cli.scaling import Change, Scaling
 from tandem_cli.trial import Trial

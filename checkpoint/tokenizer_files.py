@@ -306,7 +306,7 @@ def _token_of_entry(entry: Mapping[str, Any], special: Set[str]) -> AddedToken:
     return AddedToken(entry["content"], **options)
 
 
-def read_sentencepiece(path: Path, config: Mapping[str, Any], *, exact_spaces: bool = False) -> Tokenizer:
+def read_sentencepiece(path: Path, config: Mapping[str, Any], *, exact_spaces: bool) -> Tokenizer:
     """Convert a sentencepiece model (Kudo and Richardson 2018).
 
     A model is BPE (Llama 2, Mistral, Baichuan, InternLM, ChatGLM) or unigram (T5). Both spell a space as U+2581; BPE

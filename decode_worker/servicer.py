@@ -43,7 +43,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             raise InvalidRequest("the first command must be hello")
         if first.hello.worker_incarnation != self._incarnation:
             raise WorkerLost("this worker has restarted")
-        return Session(first.hello.router_id)
+        return Session()
 
     async def _follow(self, session: Session, requests: AsyncIterator[decode_pb2.AttachRequest]) -> None:
         async for request in requests:

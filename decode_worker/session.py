@@ -67,7 +67,6 @@ class SessionEntry:
 class Session:
     """One router's sequences and the queue of events for it."""
 
-    router_id: str
     all_read: asyncio.Event = field(default_factory=asyncio.Event)
     """The sender of the events sets it once the router has read the last event, or has disconnected."""
     entries: dict[SequenceKey, SessionEntry] = field(default_factory=dict)

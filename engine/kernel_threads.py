@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 class KernelThreads:
     """`count` threads, the caller's among them."""
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int) -> None:
         self.count = count
-        self._others = ThreadPoolExecutor(count - 1, name) if count > 1 else None
+        self._others = ThreadPoolExecutor(count - 1, "attention") if count > 1 else None
 
     def run(self, call: Callable[[int], None]) -> None:
         """Run `call(thread)` in every thread, and wait for all."""

@@ -2,18 +2,14 @@
 
 import sys
 
-import structlog
-
 import tandem
 from gateway.app import build_app
 from gateway.backend import build_backend
 from gateway.server import serving
 from gateway.settings import GatewaySettings
-from mesh.domain.host import is_loopback
 from mesh.metrics import watching_loop
 from mesh.process import ServiceProgram, announce, until_stopped
-
-log = structlog.get_logger(__name__)
+from mesh.public_tls import warn_of_open_keys
 
 
 async def serve(settings: GatewaySettings) -> None:
@@ -30,13 +26,8 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 def _warn_of_open_keys(settings: GatewaySettings) -> None:
-    """Warn that keys travel unencrypted: beyond loopback callers send API keys."""
-    if not settings.allow_anonymous and not settings.public_tls_cert and not is_loopback(settings.host):
-        log.warning(
-            "API keys and prompts are sent unencrypted: set public_tls_cert and public_tls_key, or listen on 127.0.0.1 "
-            "behind a proxy that terminates TLS",
-            host=settings.host,
-        )
+    if not settings.allow_anonymous:
+        warn_of_open_keys(settings.host, settings)
 
 
 def _tls(settings: GatewaySettings) -> tandem.Tls | bool:

@@ -10,6 +10,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
 
+from mesh.tasks import cancel_all, set_within
 from tandem import Overloaded, TokenEvent
 
 Call = Callable[[], AsyncGenerator[TokenEvent, None]]
@@ -56,12 +57,7 @@ class Feed:
         if self._is_ready:
             return True
         self._changed.clear()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await set_within(self._changed, timeout_s)
 
     @property
     def _is_ready(self) -> bool:
@@ -94,9 +90,7 @@ class Feed:
 
     async def close(self) -> None:
         """Cancel the calls, and return when all have ended."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
 
     async def _read(self, call: Call, number: int, offset: int) -> None:
         try:

@@ -22,7 +22,8 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import join_host
 from mesh.logs import LogLimit
-from mesh.process import run_for_life
+from mesh.process import raise_open_files, run_for_life
+from mesh.tasks import cancel_all
 
 log = structlog.get_logger(__name__)
 
@@ -111,16 +112,12 @@ async def serving_at(
 
 
 def _affordable_connections(max_connections: int) -> int:
-    """Return `max_connections`, or fewer if the process cannot get the descriptors. Raises its soft limit first."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = max_connections + _RESERVED_FILES
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    """Return `max_connections`, or fewer if the process cannot get the descriptors."""
+    files = raise_open_files()
+    if files == resource.RLIM_INFINITY or files >= max_connections + _RESERVED_FILES:
         return max_connections
-    affordable = max(soft - _RESERVED_FILES, soft // 2)
-    log.warning("too few file descriptors for max_connections, raise ulimit -n", connections=affordable, files=soft)
+    affordable = max(files - _RESERVED_FILES, files // 2)
+    log.warning("too few file descriptors for max_connections, raise ulimit -n", connections=affordable, files=files)
     return affordable
 
 
@@ -190,9 +187,7 @@ async def cancel_on_disconnect(coroutine: Coroutine[object, object, Response], r
             raise ClientDisconnect
         return working.result()
     finally:
-        for task in (working, disconnecting):
-            task.cancel()
-        await asyncio.gather(working, disconnecting, return_exceptions=True)
+        await cancel_all([working, disconnecting])
 
 
 async def _until_disconnected(request: Request) -> None:

@@ -11,6 +11,7 @@ import structlog
 
 from mesh.certificates import host_in, read_pem
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import is_loopback
 from mesh.settings import setting
 
 T = TypeVar("T")
@@ -75,6 +76,16 @@ def _version_of(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def warn_of_open_keys(host: str, settings: PublicTlsSettings) -> None:
+    """Warn of API keys that travel unencrypted: to a service that listens beyond loopback without a certificate."""
+    if not settings.public_tls_cert and not is_loopback(host):
+        log.warning(
+            "API keys and prompts are sent unencrypted: set public_tls_cert and public_tls_key, or listen on 127.0.0.1 "
+            "behind a proxy that terminates TLS",
+            host=host,
+        )
 
 
 def server_context(cert: str, key: str) -> ssl.SSLContext:

@@ -138,7 +138,7 @@ def load_settings(
     hints = get_type_hints(cls)
     all_names = {*hints, *names}
     flags = _parse_flags(cls, hints, argv, prog)
-    config_path = flags.pop("config", None) or environ.get("TANDEM_CONFIG")
+    config_path = flags.pop("config", None) or environ.get(env_name("config"))
     from_file = read_settings_file(config_path, prog, all_names) if config_path else {}
     refuse_misspelt(environ, all_names)
     values: dict[str, Any] = {}

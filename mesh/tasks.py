@@ -1,5 +1,5 @@
-"""asyncio tasks: delays between attempts, cancellation that a library hides, tasks that succeed or fail as one, and
-waiting for a thread or a coroutine even when cancelled.
+"""asyncio tasks: delays between attempts, cancellation that a library hides, tasks that succeed or fail as one, the end
+of tasks, and waiting: for an event within a time, for a thread or a coroutine even when cancelled.
 """
 
 import asyncio
@@ -59,9 +59,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 async def run_to_end(executor: Executor, call: Callable[[], T]) -> T:
@@ -91,6 +89,14 @@ async def until_ended(coroutine: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+async def cancel_all(tasks: "Iterable[asyncio.Task[Any]]") -> None:
+    """Cancel tasks, and return once all have ended. Their errors are dropped; `cancel` raises that of one task."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def cancel(task: "asyncio.Task[Any]") -> None:
     """Cancel a task, and return once it has ended. Raises the error with which it ends, but CancelledError only if the
     caller is cancelled: to await the task itself would raise it in both cases.
@@ -99,6 +105,16 @@ async def cancel(task: "asyncio.Task[Any]") -> None:
     await asyncio.wait([task])
     if not task.cancelled():
         task.result()
+
+
+async def set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Wait until the event is set, then return True; return False once `timeout_s` have passed."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 def mark_retrieved(future: "asyncio.Future[Any]") -> None:

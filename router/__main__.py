@@ -10,12 +10,13 @@ from typing import Any
 import structlog
 
 from mesh.domain.errors import LayoutMismatch
-from mesh.domain.host import is_loopback
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo
 from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import ServiceProgram, announce, run_for_life, until_stopped
+from mesh.public_tls import warn_of_open_keys
 from mesh.rpc.server import Listen, Server
+from mesh.tasks import cancel_all
 from router.api.generation_servicer import GenerationServicer
 from router.api.operators import MeshServicer
 from router.garbage import collecting_rarely
@@ -101,7 +102,7 @@ class RouterProcess:
             on_ready=lambda: announce("ready"),
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self._proving: list[asyncio.Task[None]] = []
+        self._model_runs: list[asyncio.Task[None]] = []
         self._has_changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
@@ -130,14 +131,14 @@ class RouterProcess:
         runs = [self._readiness.run(), self.history.run(self.reading), *self._role_switching()]
         runs += [] if self._tls is None else [self._tls.follow()]
         self._tasks = [run_for_life(run) for run in runs]
-        self._proving = [run_for_life(model_router.run()) for model_router in self.model_routers]
+        self._model_runs = [run_for_life(model_router.run()) for model_router in self.model_routers]
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new requests, let running ones end within the grace, then close everything."""
-        await _cancel(self._tasks)
+        await cancel_all(self._tasks)
         self._readiness.end()
         await self._directory.drain(grace_s)
-        await _cancel(self._proving)  # not before: a stream that loses its worker goes on at one that has just joined
+        await cancel_all(self._model_runs)  # not before: a stream that loses its worker goes on at one that just joined
         await self.public.stop(_FLUSH_S)
         for model_router in self.model_routers:
             model_router.close()
@@ -206,23 +207,13 @@ class RouterProcess:
             await asyncio.sleep(min(_MAX_REST_S, _REST * (time.thread_time() - begun_s)))
 
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _downloading(fraction: float) -> None:
     announce("downloading", fraction=fraction)
 
 
 def _warn_of_open_keys(settings: RouterSettings) -> None:
-    if settings.api_keys_file and not settings.public_tls_cert and not is_loopback(settings.host):
-        log.warning(
-            "API keys and prompts are sent unencrypted: set public_tls_cert and public_tls_key, or listen on 127.0.0.1 "
-            "behind a proxy that terminates TLS",
-            host=settings.host,
-        )
+    if settings.api_keys_file:
+        warn_of_open_keys(settings.host, settings)
 
 
 async def serve(settings: RouterSettings) -> None:

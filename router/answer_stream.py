@@ -51,7 +51,7 @@ class AnswerStream:
         run: RunChoice,
         *,
         slow_reader_s: float,
-        num_best: int | None = None,
+        num_best: int | None,
         max_pending_events: int = MAX_PENDING_EVENTS,
     ) -> None:
         self._choices = choices
@@ -199,7 +199,7 @@ class Delta(NamedTuple):
     """
 
     events: ChoiceEvents | None
-    prompt: PromptInfo | None = None
+    prompt: PromptInfo | None
     echo: str = ""
 
 

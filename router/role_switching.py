@@ -31,8 +31,8 @@ class SwitchLimits:
     the share `max_used` of the workers that stay is in use.
     """
 
-    after_s: float = 30.0
-    pause_s: float = 120.0
+    after_s: float
+    pause_s: float
     max_used: float = 0.7
 
 

@@ -111,4 +111,4 @@ class ModelInfo:
     ready: bool
     max_concurrent_requests: int
     since_unix_s: int
-    adapters: tuple[str, ...] = ()
+    adapters: tuple[str, ...]

@@ -16,13 +16,13 @@ The service of a request is found in ModelDirectory, by the name of its model (m
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 import structlog
 
 from mesh.domain.errors import NoWorkers, Overloaded, RouterStopping
 from mesh.domain.request import mint_id
+from mesh.tasks import set_within
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
 from router.admission.limiter import ConcurrencyLimiter, Permit
@@ -176,9 +176,7 @@ class ModelService:
         """Refuse new requests, let running ones end within the grace, then fail the rest with RouterStopping."""
         self._stopping = True
         if self._num_open:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await self._all_ended.wait()
+            await set_within(self._all_ended, grace_s)
         # First, so that no request that is being admitted starts with a permit that a failing stream releases.
         self._is_grace_over = True
         for stream in list(self._streams):

@@ -186,7 +186,7 @@ def complete_sampling(
     num_prompt_tokens: int,
     vocab_size: int,
     limits: Limits,
-    spellings: tuple[tuple[int, ...], ...] = (),
+    spellings: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     """Return parameters with a seed, max_new_tokens and the spellings of their bad words. Raises InvalidRequest.
 

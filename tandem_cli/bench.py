@@ -168,7 +168,8 @@ def _measure(args: argparse.Namespace) -> Report:
     benchmark = benchmark_from(args)
     if benchmark.data:
         read_jobs(Path(benchmark.data), Lengths())  # reports a bad file before anything is started
-    report = Report(_settings(args, benchmark), describe_machine(), benchmark.slo, benchmark.price_per_hour)
+    settings = {"preset": args.preset, **asdict(benchmark)}
+    report = Report(settings, describe_machine(), benchmark.slo, benchmark.price_per_hour)
     arms = _arms(args, report)
     try:
         with progress_bar(error_console(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
@@ -181,11 +182,6 @@ def _measure(args: argparse.Namespace) -> Report:
         report.notes.append("interrupted: only the runs that were complete by then are shown")
         report.interrupted_status = int(error.args[0]) if isinstance(error, Terminated) else _INTERRUPTED
     return report
-
-
-def _settings(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, object]:
-    """The effective benchmark, after presets, flags and defaults are applied."""
-    return {"preset": args.preset, **asdict(benchmark)}
 
 
 def _save_round(args: argparse.Namespace, report: Report) -> None:

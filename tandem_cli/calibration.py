@@ -30,11 +30,14 @@ def read_prompts(
 ) -> CalibrationPrompts:
     """Read the first prompts of a file, and cut the long ones. Raises ConfigurationError."""
     entries = read_entries(path, Lengths())
-    encoder = PromptEncoder(model_dir)
+    encoder = PromptEncoder(model_dir, vocab_size)
     prompts = []
     for number, (line, job) in enumerate(entries[:max_prompts], start=1):
         try:
-            prompts.append(_checked(encoder.encode(job) + encoder.answer(_answer_beside(line, job)), vocab_size))
+            prompt = encoder.encode(job) + encoder.answer(_answer_beside(line, job))
+            if len(prompt) < 2:
+                raise ConfigurationError("it has fewer than two tokens, so there is nothing to predict: remove it")
+            prompts.append(prompt)
         except (ConfigurationError, InvalidRequest) as error:
             raise ConfigurationError(f"{path}, prompt {number}: {error}") from error
     if len(prompts) < 2:
@@ -56,21 +59,12 @@ def _answer_beside(line: dict[str, Any], job: Job) -> str:
     return reference if isinstance(reference, str) and not has_answer else ""
 
 
-def _checked(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    if len(ids) < 2:
-        raise ConfigurationError("it has fewer than two tokens, so there is nothing to predict: remove it")
-    if max(ids) >= vocab_size:
-        raise ConfigurationError(
-            f"token {max(ids)} is not in the model's vocabulary of {vocab_size}: give ids of this model, or prompt"
-        )
-    return ids
-
-
 class PromptEncoder:
     """Token ids of prompts as the router makes them; the tokenizer and the chat template are loaded when needed."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, vocab_size: int) -> None:
         self._model_dir = model_dir
+        self._vocab_size = vocab_size
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
 
@@ -84,7 +78,7 @@ class PromptEncoder:
             raise ConfigurationError(
                 "input_tokens stands for a random prompt, which is no text: give prompt or messages"
             )
-        return job.token_ids
+        return self._known(job.token_ids)
 
     def answer(self, text: str) -> tuple[int, ...]:
         """Token ids of an answer, as they follow those of its prompt."""
@@ -93,7 +87,16 @@ class PromptEncoder:
     def _ids(self, text: str, *, is_chat: bool) -> tuple[int, ...]:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=not is_chat).ids)
+        return self._known(tuple(self._tokenizer.encode(text, add_special_tokens=not is_chat).ids))
+
+    def _known(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """`ids`. Raises ConfigurationError for a token that the model does not have."""
+        if ids and max(ids) >= self._vocab_size:
+            raise ConfigurationError(
+                f"token {max(ids)} is not in the model's vocabulary of {self._vocab_size}: give ids of this model, or "
+                "prompt"
+            )
+        return ids
 
     def _render(self, job: Job) -> str:
         if self._template is None:

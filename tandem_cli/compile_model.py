@@ -19,11 +19,10 @@ from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import quiet_logs
 from mesh.settings import as_flags, flag_name, load_settings
-from tandem_cli.capacity.measurement import load_format_of
 from tandem_cli.compile import SETTINGS
 from tandem_cli.deployment import find_draft
 from tandem_cli.hardware import available_cores
-from tandem_cli.model_folders import find_model
+from tandem_cli.model_folders import find_model, load_format_of
 from tandem_cli.parser import given
 from tandem_cli.up_settings import UpSettings
 from worker.engine_host import load_runner_with_ranks

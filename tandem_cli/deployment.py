@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpoint.source import ModelSource, Progress, split_models
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import Cores, local_address
+from mesh.domain.host import Cores, format_cores, local_address
 from mesh.settings import Resolved, as_flags, load_settings
 from router.settings import RouterSettings
 from tandem_cli.hardware import (
@@ -19,7 +19,6 @@ from tandem_cli.hardware import (
     assign_cores,
     assign_gpus,
     available_cores,
-    format_cores,
     num_gpus,
     num_sharing,
     worker_devices,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from mesh.domain.host import Cores
+from mesh.domain.host import Cores, format_cores
 
 # With at least this many cores, a mesh without prefill workers leaves one core to the router.
 _MANY_CORES = 4
@@ -166,11 +166,6 @@ def _deal(available: Sequence[int], ranks: Sequence[int]) -> list[Cores]:
         shares.append(tuple(available[number] for number in sorted(numbers)))
         start += num_ranks
     return shares
-
-
-def format_cores(cores: Cores) -> str:
-    """The cores as a list with commas, as the setting `cpu_list` takes them."""
-    return ",".join(map(str, cores))
 
 
 def num_gpus(environ: Mapping[str, str], gpus: Path = _GPUS) -> int:

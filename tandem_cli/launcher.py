@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from mesh.fork_server.client import ForkedProcess, ForkServer
 from mesh.process import handing_over
+from mesh.tasks import cancel_all
 from tandem_cli.deployment import Service
 from tandem_cli.service_log import ServiceLog
 from tandem_cli.up_settings import split_secrets
@@ -202,10 +203,8 @@ class Child:
         status = await process.wait()
         self.kill()
         await self._reap()
-        _, unfinished = await asyncio.wait(drains, timeout=_DRAIN_S)
-        for drain in unfinished:
-            drain.cancel()
-        await asyncio.gather(*drains, return_exceptions=True)
+        await asyncio.wait(drains, timeout=_DRAIN_S)
+        await cancel_all(drains)
         self._log.close()
         self._on_event(ServiceEvent(self, "exited", {"status": status}))
 

@@ -20,6 +20,7 @@ import javaproperties
 
 from checkpoint.config_json import require_searchable
 from mesh.domain.errors import ConfigurationError
+from mesh.settings import env_name
 from tandem_cli.low_code_keys import KNOBS, ROPE_NAMES, Knob
 from tandem_cli.low_code_values import flag, number
 
@@ -172,7 +173,7 @@ def _without_prefix(key: str) -> str:
 def _set(entry: Entry, targets: tuple[str, ...], value: str, low_code: LowCode, environ: Mapping[str, str]) -> None:
     for target in targets:
         role, _, name = target.partition(".")
-        variable = f"TANDEM_{name.upper()}"
+        variable = env_name(name)
         if environ.get(variable):
             low_code.lines.append(f"{entry.full_label}: {target} stays as {variable} has it")
         else:

@@ -26,6 +26,11 @@ def find_model(
         raise ConfigurationError(f"{error}{hint}") from error
 
 
+def load_format_of(model_dir: Path) -> str:
+    """The load format of a folder, which may have no weights."""
+    return "auto" if any(model_dir.glob("*.safetensors")) else "dummy"
+
+
 def write_without_weights(folder: Path, config: Mapping[str, object]) -> Path:
     """Write a model without weights, with the bundled tokenizer, into `folder`, which is made if it is not there.
     Returns the folder.

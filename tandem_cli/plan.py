@@ -33,7 +33,7 @@ from tandem_cli.capacity.prediction import (
     read_measured,
 )
 from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device
-from tandem_cli.model_folders import find_model
+from tandem_cli.model_folders import find_model, load_format_of
 from tandem_cli.parser import CommandParser, count, positive
 from tandem_cli.plan_tables import show
 from tandem_cli.terminal import wide_console
@@ -265,7 +265,6 @@ def _is_here(args: argparse.Namespace) -> bool:
 def _worker_settings(args: argparse.Namespace, model_dir: Path) -> "RunnerSettings":
     """Those of a worker on this machine's CPU."""
     from engine.runner_settings import RunnerSettings
-    from tandem_cli.capacity.measurement import load_format_of
 
     load_format, kv_dtype = load_format_of(model_dir), args.kv_dtype or "auto"
     return RunnerSettings(model_dir, "cpu", args.dtype or "auto", load_format=load_format, kv_dtype=kv_dtype)

@@ -21,14 +21,13 @@ from functools import partial
 from typing import TypeAlias
 
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import is_unspecified, local_address
+from mesh.domain.host import format_cores, is_unspecified, local_address
 from mesh.interrupts import leave_terminal, stopping_signals
 from mesh.process import adopt_orphans
-from mesh.tasks import Backoff
+from mesh.tasks import Backoff, cancel_all
 from tandem import TandemError
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
-from tandem_cli.hardware import format_cores
 from tandem_cli.launcher import Launcher, RunningService, ServiceEvent, configuration_fault, describe_exit, end_of_log
 from tandem_cli.scaling import Change, Scaling
 from tandem_cli.trial import Trial
@@ -112,7 +111,7 @@ class Supervisor:
             try:
                 await self._start()
                 self._show_services()
-                on_ready(",".join(map(local_address, self._addresses("router"))), self._http_url())
+                on_ready(",".join(map(local_address, self._router_addresses())), self._http_url())
                 async with self._scaled():
                     await self._watch()
             except _StopRequested:
@@ -151,7 +150,7 @@ class Supervisor:
             await self._spawn(router)
         await self._until_all_ready()
         self._display.loaded()
-        for address in self._addresses("router"):
+        for address in self._router_addresses():
             await self._run_trial(address)
 
     async def _until_all_ready(self) -> None:
@@ -186,7 +185,7 @@ class Supervisor:
         Redis.
         """
         settings = self._deployment.resolve(self._deployment.router(), self._launch.environ)
-        gateway = self._deployment.gateway(self._addresses("router"), settings)
+        gateway = self._deployment.gateway(self._router_addresses(), settings)
         workers = self._deployment.workers(next(iter(self._registries.values())))
         return [*workers, *([gateway] if gateway else [])]
 
@@ -196,8 +195,8 @@ class Supervisor:
         has_tls = self._deployment.resolve(gateway.service, self._launch.environ).public_tls_cert
         return f"{'https' if has_tls else 'http'}://{local_address(gateway.address)}"
 
-    def _addresses(self, role: str) -> list[str]:
-        return [child.address for child in self._children.values() if child.service.role == role]
+    def _router_addresses(self) -> list[str]:
+        return [child.address for child in self._children.values() if child.service.role == "router"]
 
     async def _run_trial(self, address: str) -> None:
         trial = asyncio.create_task(self._trial(address))
@@ -210,8 +209,7 @@ class Supervisor:
         except TandemError as error:
             raise MeshFailed(f"all services are up, but a trial request failed: {error}") from error
         finally:
-            trial.cancel()
-            await asyncio.gather(trial, return_exceptions=True)
+            await cancel_all([trial])
 
     async def _next_while_starting(self, waiting_for: set[str]) -> _Event:
         """The next event. Raises MeshFailed or ConfigurationError if it means that the start has failed. A service that
@@ -265,7 +263,7 @@ class Supervisor:
         if self._scaling is None:
             yield
             return
-        addresses, registry = ",".join(self._addresses("router")), next(iter(self._registries.values()))
+        addresses, registry = ",".join(self._router_addresses()), next(iter(self._registries.values()))
         scaling = asyncio.create_task(
             self._scaling.run(
                 addresses, registry, on_change=self._queue.put_nowait, on_warning=partial(self._warn, "scaling")
@@ -274,8 +272,7 @@ class Supervisor:
         try:
             yield
         finally:
-            scaling.cancel()
-            await asyncio.gather(scaling, return_exceptions=True)
+            await cancel_all([scaling])
 
     async def _change(self, change: Change) -> None:
         name = change.service.name

@@ -133,12 +133,13 @@ def _serve(
     launcher: Callable[[LocalLauncher], Launcher] = lambda local: local,
     scaling: Scaling | None = None,
 ) -> int:
+    names = tuple(model.name for model in deployment.models)
     with steady_output():
         try:
             with (
                 _fork_server(deployment, display, programs, environ) as fork_server,
                 _log_folder(deployment.settings, display) as log_dir,
-                registered(_running_mesh(deployment, log_dir), display.line) as registration,
+                registered(RunningMesh.of_process(os.getpid(), names, log_dir), display.line) as registration,
             ):
 
                 def on_ready(address: str, http_url: str) -> None:
@@ -167,10 +168,6 @@ def _fork_server(
         yield fork_server
     finally:
         fork_server.close()
-
-
-def _running_mesh(deployment: Deployment, log_dir: Path) -> RunningMesh:
-    return RunningMesh.of_process(os.getpid(), tuple(model.name for model in deployment.models), log_dir)
 
 
 def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> UpSettings:

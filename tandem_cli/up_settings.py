@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, fields
 from decode_worker.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import ENV_PREFIX, check_settings_file, flag_name, refuse_misspelt, setting, suggestion
+from mesh.settings import ENV_PREFIX, check_settings_file, env_name, flag_name, refuse_misspelt, setting, suggestion
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from tandem_cli.connection import ConnectionSettings
@@ -166,13 +166,11 @@ class UpSettings:
         for name in ("port", "http_port", "metrics_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigurationError(f"{name} must be in [0, 65535], got {getattr(self, name)}")
-        for name, first, count in (
-            ("port", self.port, self.routers),
-            ("metrics_port", self.metrics_port, self.routers),
-        ):
-            if first and first + count - 1 > 65535:
+        highest = 65536 - self.routers
+        for name in ("port", "metrics_port"):
+            if (first := getattr(self, name)) and first > highest:
                 raise ConfigurationError(
-                    f"{name} must be <= {65536 - count}, got {first}: {count} routers use consecutive ports"
+                    f"{name} must be <= {highest}, got {first}: {self.routers} routers use consecutive ports"
                 )
         if self.on not in ("", "ray") and not _RAY_CLIENT.fullmatch(self.on):
             raise ConfigurationError(f"on must be ray or ray://HOST:PORT, got {self.on!r}")
@@ -246,7 +244,7 @@ def split_secrets(role: str, environ: Mapping[str, str]) -> tuple[dict[str, str]
 
 def _secret_names(settings_class: type) -> set[str]:
     secrets = [secret for secret in fields(settings_class) if secret.metadata["secret"]]
-    return {name for secret in secrets for name in (f"TANDEM_{secret.name.upper()}", *secret.metadata["env"])}
+    return {name for secret in secrets for name in (env_name(secret.name), *secret.metadata["env"])}
 
 
 def split_by_role(settings: Mapping[str, str], overrides: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -309,12 +307,12 @@ def check_names(config: str | None, environ: Mapping[str, str]) -> list[str]:
     keys and variables that have no effect because `tandem up` sets what they name.
     """
     names = all_names()
-    config = config or environ.get(f"{ENV_PREFIX}CONFIG")
+    config = config or environ.get(env_name("config"))
     if config:
         _refuse_replaced(config, check_settings_file(config, names))
     refuse_misspelt(environ, {name for component in ("up", *dict(ROLES.values())) for name in names[component]})
     for name, own in _replaced_everywhere().items():
-        if (variable := f"{ENV_PREFIX}{name.upper()}") in environ:
+        if (variable := env_name(name)) in environ:
             raise ConfigurationError(f"{variable} has no effect: {_instead(own)}")
     known_names = {name for component_names in names.values() for name in component_names} | _OTHER_NAMES
     return [_warning(variable, known_names) for variable in environ if _is_unknown(variable, known_names)]
@@ -353,5 +351,5 @@ def _warning(variable: str, known_names: Collection[str]) -> str:
         return f"{variable} has no effect: {flag_name(name)} is a flag only"
     knob = knob_of(name)
     own = [target.partition(".")[2] for target in knob.targets] if knob else []
-    hint = f"; here it is {ENV_PREFIX}{own[0].upper()}" if own else suggestion(name, known_names)
+    hint = f"; here it is {env_name(own[0])}" if own else suggestion(name, known_names)
     return f"{variable} is not known and has no effect{hint}"

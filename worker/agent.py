@@ -20,7 +20,7 @@ from mesh.durations import duration_from_proto
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.status import FirstStatus, error_from_rpc
-from mesh.tasks import Backoff, is_cancelled
+from mesh.tasks import Backoff, is_cancelled, set_within
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -180,10 +180,7 @@ class RegistryAgent:
                 await write(request)
             if is_last:
                 return
-            # wait_for would swallow a cancellation that comes together with the wake-up.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
-                    await self._wake.wait()
+            await set_within(self._wake, interval_s)
 
     async def _requests(self) -> list[worker_pb2.RegisterRequest]:
         """Return the next messages: a snapshot if a router has requested one, then a heartbeat."""

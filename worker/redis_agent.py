@@ -29,7 +29,7 @@ from mesh.redis_connection import (
 )
 from mesh.rpc.credentials import MeshKey
 from mesh.signed_messages import MessageSigner, Refused
-from mesh.tasks import require_not_cancelled
+from mesh.tasks import cancel_all, require_not_cancelled
 from mesh.v1 import worker_pb2
 from worker.agent import RegistryAgent
 
@@ -78,9 +78,7 @@ class RedisAgent:
                     await self._leave(redis)
             raise
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(tasks)
 
     async def _listen(self, letters: PubSub) -> None:
         """Serve requests of routers. Anybody with access to Redis can request snapshots, so their rate is limited."""

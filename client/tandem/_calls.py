@@ -200,9 +200,7 @@ class Losses:
         return self.count > self.limit
 
 
-async def retrying(
-    attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline, losses: Losses | None = None
-) -> T:
+async def retrying(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline, losses: Losses) -> T:
     """Call `attempt()` until it returns, or until the policy gives up or there are too many losses. Its error is then
     raised.
     """
@@ -212,7 +210,7 @@ async def retrying(
             return await attempt()
         except TandemError as error:
             delay_s = policy.delay_s(error, num_retries, deadline.remaining_s())
-            if delay_s is None or (losses is not None and losses.are_too_many):
+            if delay_s is None or losses.are_too_many:
                 raise
         await asyncio.sleep(delay_s)
         num_retries += 1

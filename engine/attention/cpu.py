@@ -99,7 +99,7 @@ class CpuAttention:
     def __init__(self, shape: AttentionShape, num_threads: int) -> None:
         self._shape = shape
         self._slopes = kernel_slopes(shape)
-        self.threads = KernelThreads(num_threads, "attention")
+        self.threads = KernelThreads(num_threads)
         self._buffers = [Buffers() for _ in range(num_threads)]
 
     def compile(self, layer_cache: Tensor) -> None:

@@ -49,7 +49,7 @@ def available_backends(shape: AttentionShape, target: AttentionTarget) -> list[s
     return [name for name, reason in reasons_against(shape, target).items() if reason is None]
 
 
-def select_backend(shape: AttentionShape, target: AttentionTarget, name: str = "auto") -> AttentionBackend:
+def select_backend(shape: AttentionShape, target: AttentionTarget, name: str) -> AttentionBackend:
     """The backend called `name`, or, with "auto", the fastest one. Raises ConfigurationError if it cannot run here."""
     against = reasons_against(shape, target)
     names = available_backends(shape, target)

@@ -53,7 +53,7 @@ class TorchAttention(AttentionBackend):
         values: Tensor,
         distance: Tensor,
         window: int | None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attention without a cache -> [num_queries, num_heads, head_dim]. `distance` [queries, keys] is that from
         query to key; keys at a distance below 0 are hidden.

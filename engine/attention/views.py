@@ -29,7 +29,7 @@ class View(NamedTuple):
     chunk: int | None = None
 
 
-def view_of_layer(config: ModelConfig, layer: int, windows: Sequence[int] = ()) -> View:
+def view_of_layer(config: ModelConfig, layer: int, windows: Sequence[int]) -> View:
     """The view of a layer, with the windows of the cache's groups."""
     chunk = config.windows[layer] if config.windows_are_chunks else None
     return View(*kv_place(config, layer, windows), chunk)

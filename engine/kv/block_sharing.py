@@ -29,7 +29,7 @@ class PrefixCache:
     groups: KVGroups
     enabled: bool
     whole_prompts: bool
-    state_blocks: int = 0
+    state_blocks: int
 
     @property
     def block_size(self) -> int:
@@ -84,7 +84,7 @@ class PrefixCache:
 class CopyOnWrite:
     """The sequences of one scheduler whose copies are not made yet: forks, and those that continue from a snapshot."""
 
-    def __init__(self, pool: BlockPool, groups: KVGroups, state_blocks: int = 0) -> None:
+    def __init__(self, pool: BlockPool, groups: KVGroups, state_blocks: int) -> None:
         self._pool = pool
         self._groups = groups
         self._state_blocks = state_blocks

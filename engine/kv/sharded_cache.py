@@ -18,7 +18,7 @@ class ShardedKVCache:
     so prefill and decode workers may differ in their number of ranks.
     """
 
-    def __init__(self, own: KVCache, others: Sequence[KVCache], reservation: KVReservation | None = None) -> None:
+    def __init__(self, own: KVCache, others: Sequence[KVCache], reservation: KVReservation | None) -> None:
         self.layout: KVLayout = own.layout
         self.num_blocks = own.num_blocks
         self.span = self.layout.whole

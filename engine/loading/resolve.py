@@ -169,7 +169,7 @@ def facts_of(config: AnyConfig) -> str:
     return repr(config) + "".join(added)
 
 
-def weights_digest(model_dir: Path, rounded: str = "") -> bytes:
+def weights_digest(model_dir: Path, rounded: str) -> bytes:
     """A digest of a checkpoint's weights; a partition knows that of its own. Raises ConfigurationError.
 
     `rounded`: see `rounded_to`.

@@ -30,7 +30,7 @@ _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 def report_unused(
-    model_dir: Path, stored: Mapping[str, StoredTensor], used: Iterable[str], tied: tuple[str, str] | None = None
+    model_dir: Path, stored: Mapping[str, StoredTensor], used: Iterable[str], tied: tuple[str, str] | None
 ) -> None:
     """List the tensors that are not `used` in one log line. `tied`: names of the output matrix and the embedding, if
     config.json says that they are equal; a copy of the embedding is not reported.

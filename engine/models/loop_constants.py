@@ -44,7 +44,7 @@ def model_constants(
     layers: Sequence[int],
     shapes: Sequence[HeadShape],
     cache: KVCache,
-    places: StatePlaces | None = None,
+    places: StatePlaces | None,
 ) -> ModelConstants:
     """The constants of these layers, with heads of these shapes, KV in this cache and states in these places."""
     windows = cache.layout.windows

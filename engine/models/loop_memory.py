@@ -110,7 +110,7 @@ class LoopMemory:
         shares: Sequence[Range],
         num_threads: int,
         *,
-        are_results: bool = False,
+        are_results: bool,
     ) -> list[tuple[Stored, ...]]:
         """The arguments of each thread for `run_layers`. Each share of rows has as many threads. With `are_results` the
         rows are those of `take_results`.

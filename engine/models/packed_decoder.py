@@ -49,7 +49,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     packer = Packer(_matrix_shapes(config, share, parameters), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
     # First, as copies of a tied embedding would lie beside all layers later.
     output_packer = _pack_output(parameters, embed, config, share)
-    positions = _take_at_start(parameters, "positions", config, share)
+    positions = _take_positions(parameters, config, share)
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     numbers = range(share.layers.first, share.layers.end)
     norms, head_norms, activation, sinks, recurrences = [], [], [], [], []
@@ -255,9 +255,9 @@ def _head_norms(parameters: Parameters, layer: int, config: ModelConfig) -> Floa
     return weights
 
 
-def _take_at_start(parameters: Parameters, name: str, config: ModelConfig, share: RankShare) -> Floats:
+def _take_positions(parameters: Parameters, config: ModelConfig, share: RankShare) -> Floats:
     """Return what rank 0 adds to embedded tokens, [0, hidden] if there is nothing to add."""
-    taken = parameters.take_optional(name)
+    taken = parameters.take_optional("positions")
     if taken is None or share.rank > 0:
         return np.empty((0, config.hidden_size), np.float32)
     rows: Floats = taken.float().numpy()

@@ -32,7 +32,7 @@ class Stack(NamedTuple):
     shape: tuple[int, int, int]
     member: int
     first_row: int
-    may_be_transposed: bool = False
+    may_be_transposed: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -189,7 +189,7 @@ class CollectiveGroup:
         backend: "Backend | None",
         device: torch.device,
         own_layers: Span,
-        hops: Hops | None = None,
+        hops: Hops | None,
     ) -> None:
         self.rank = shared.rank
         self.degrees = shared.degrees

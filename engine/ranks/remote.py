@@ -110,7 +110,7 @@ class LeadersKVCache(KVCache):
         span: KVSpan,
         reservation: KVReservation,
         *,
-        num_spare: int = 0,
+        num_spare: int,
     ) -> None:
         super().__init__(layout, num_blocks, reservation.device, span, reservation, num_spare=num_spare)
         self._ranks = ranks

@@ -29,7 +29,7 @@ _LARGEST = 1e30
 class TokenCounts:
     """The distinct tokens of one sequence, from position `first` on, and how often each was generated."""
 
-    def __init__(self, sequence: SequenceState, first: int = 0) -> None:
+    def __init__(self, sequence: SequenceState, first: int) -> None:
         tokens = np.asarray(sequence.token_ids[first:], np.int64)
         ids, inverse = np.unique(tokens, return_inverse=True)
         self._size = len(ids)

@@ -26,7 +26,7 @@ from gateway.batches.store import ENDED, CallerStore, Store, new_id
 from gateway.errors import NotStored
 from gateway.schema import Json
 from gateway.settings import GatewaySettings
-from mesh.tasks import until_ended
+from mesh.tasks import cancel_all, until_ended
 
 log = structlog.get_logger(__name__)
 
@@ -57,10 +57,7 @@ class Batches:
         try:
             yield
         finally:
-            tasks = [run.task for run in self._runs.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(run.task for run in self._runs.values())
             self.store.close()
 
     async def create(

@@ -26,7 +26,7 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
 from mesh.process import handing_over, run_for_life
-from mesh.tasks import backoff_s
+from mesh.tasks import backoff_s, cancel_all
 
 log = structlog.get_logger(__name__)
 
@@ -87,8 +87,7 @@ class HandlerProcess:
                 try:
                     yield
                 finally:
-                    restarter.cancel()
-                    await asyncio.gather(restarter, return_exceptions=True)
+                    await cancel_all([restarter])
 
     def has(self, part: str) -> bool:
         """True if model.py has `part`: handle, input_formatter or output_formatter. Raises NoWorkers."""

@@ -190,7 +190,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        calls: CallParser | None = None,
+        calls: CallParser | None,
         reasoning: ReasoningParser | None = None,
         *,
         num_id_chars: int = HarmonyFormat.num_id_chars,

@@ -41,7 +41,7 @@ class HarmonyParser:
     of the channel `analysis` are text, too.
     """
 
-    def __init__(self, names: Collection[str], *, joins_thoughts: bool = False) -> None:
+    def __init__(self, names: Collection[str], *, joins_thoughts: bool) -> None:
         self._names = frozenset(names)
         self._joins_thoughts = joins_thoughts
         self._buffer = ""

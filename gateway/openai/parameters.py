@@ -6,6 +6,7 @@ from dataclasses import asdict
 from gateway.errors import InvalidField
 from gateway.openai.requests import ChatBody, CompletionBody, Message, SamplingBody
 from gateway.openai.tool_choice import ToolUse
+from gateway.openai.turns import template_values
 from gateway.schema import Json, structure_arguments
 from mesh.domain.json_text import parse_json
 from tandem import GenerateArguments, InvalidRequest, Model, TokenizeArguments
@@ -48,7 +49,7 @@ def completion_arguments(body: CompletionBody, model: Model | None, max_prompts:
     return [shared | prompt for prompt in prompts]
 
 
-def chat_arguments(body: ChatBody, model: Model | None, tool_use: ToolUse | None = None) -> GenerateArguments:
+def chat_arguments(body: ChatBody, model: Model | None, tool_use: ToolUse | None) -> GenerateArguments:
     """Return the SDK arguments of a chat. `model`: None if not known yet. `tool_use` comes from parse_tool_use. Raises
     InvalidRequest.
     """
@@ -172,28 +173,11 @@ def rendering_of(body: ChatBody) -> TokenizeArguments:
     """Return the arguments of the chat template. Raises InvalidRequest."""
     return TokenizeArguments(
         messages=messages_of(body),
-        tools=tools_of(body),
-        chat_template_kwargs=_template_values(body),
+        tools=None if body.tool_choice == "none" else body.tools,
+        chat_template_kwargs=template_values(body.reasoning_effort, body.chat_template_kwargs),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
-
-
-def _template_values(body: ChatBody) -> Json | None:
-    """Values for the template, the client's own first. Some templates can only turn reasoning off, others know its
-    effort.
-    """
-    effort = body.reasoning_effort
-    if effort is None:
-        return body.chat_template_kwargs
-    is_on = effort != "none"
-    values: Json = {"enable_thinking": is_on} | ({"reasoning_effort": effort} if is_on else {})
-    return values | (body.chat_template_kwargs or {})
-
-
-def tools_of(body: ChatBody) -> list[Json] | None:
-    """The tools that the chat template receives: none if calls are disabled."""
-    return None if body.tool_choice == "none" else body.tools
 
 
 def messages_of(body: ChatBody) -> list[Json]:

@@ -66,7 +66,7 @@ class ReasoningParser:
     reasoning is dropped.
     """
 
-    def __init__(self, style: ReasoningFormat = _THINK, *, begins_within: bool = False) -> None:
+    def __init__(self, style: ReasoningFormat, *, begins_within: bool) -> None:
         self._style = style
         self._begins_within = begins_within
         self._closings = [closing for _, closing in style.marks]

@@ -1,4 +1,4 @@
-"""Turns of other dialects' conversations, as chat templates take them."""
+"""What chat templates take: turns of other dialects' conversations, and values for reasoning."""
 
 from collections.abc import Iterable
 
@@ -21,3 +21,14 @@ def joined_turns(messages: Iterable[Json]) -> list[Json]:
         else:
             joined.append({**message, "role": role})
     return joined
+
+
+def template_values(effort: str | None, own_values: Json | None) -> Json | None:
+    """Values for the template, the client's own first. Some templates can only turn reasoning off, others know its
+    effort.
+    """
+    if effort is None:
+        return own_values
+    is_on = effort != "none"
+    values: Json = {"enable_thinking": is_on} | ({"reasoning_effort": effort} if is_on else {})
+    return values | (own_values or {})

@@ -16,6 +16,11 @@ def parse_cores(text: str) -> Cores:
     return tuple(sorted(cores))
 
 
+def format_cores(cores: Cores) -> str:
+    """The cores as a list with commas, as the setting `cpu_list` takes them."""
+    return ",".join(map(str, cores))
+
+
 def is_loopback(host: str) -> bool:
     """True if a listener at `host` can be reached from this machine only."""
     try:

@@ -24,7 +24,7 @@ class KVGroups:
     """
 
     block_size: int
-    windows: tuple[int, ...] = (0,)
+    windows: tuple[int, ...]
     are_chunks: bool = False
 
     @property

@@ -287,7 +287,7 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     return Placement(prefillers.views[_choose(query, prefillers, fit, cost)].info, decode)
 
 
-def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots: int = 0) -> Mask:
+def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots: int) -> Mask:
     """The workers with a free slot for each sequence (canaries' slots do not count), and with free blocks for the
     prompt plus one or two per sequence.
 

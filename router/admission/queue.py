@@ -38,7 +38,7 @@ class _Waiter:
     query: PlacementQuery
     entry: QueueEntry
     reservation: asyncio.Future[CapacityReservation]
-    is_replay: bool = False
+    is_replay: bool
     timer: asyncio.TimerHandle | None = None
 
 

@@ -30,7 +30,7 @@ import structlog
 from redis.asyncio import Redis
 
 from mesh.redis_connection import FAILURES, cause_of, open_redis
-from mesh.tasks import require_not_cancelled
+from mesh.tasks import require_not_cancelled, set_within
 from router.admission.limiter import Permit, overloaded
 from router.admission.permit_leases import LeaseTimes, PermitStore, Take, Taken
 from router.tenants import ANONYMOUS, Tenant
@@ -172,9 +172,7 @@ class SharedLimiter:
 
     async def _wait(self, renew_at_s: float) -> None:
         if not self._asks:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, renew_at_s - time.monotonic())):
-                    await self._wake.wait()
+            await set_within(self._wake, max(0.0, renew_at_s - time.monotonic()))
         self._wake.clear()
 
     async def _round_trip(self, redis: Redis, *, renew: bool) -> None:

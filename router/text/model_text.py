@@ -2,7 +2,7 @@
 
     chat ─▶ template process ─▶ text ─▶ does it fit? ─▶ a thread for short or for long texts ─▶ token ids
 
-ModelText owns the threads and the template's process. Tenants take turns at each thread (FairSlots), and short texts
+ModelText owns the threads and the template's process. Tenants take turns at each thread (FairTurns), and short texts
 never wait for long ones.
 """
 
@@ -18,7 +18,7 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import Structure
 from router.served_model import ServedModel
 from router.text.chat import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from router.text.fair_slots import FairSlots
+from router.text.fair_turns import FairTurns
 from router.text.template_process import TemplateProcess
 from router.text.tokenizer import TextToken, Tokenizer
 
@@ -63,13 +63,13 @@ class _Thread:
     """One worker thread at which tenants take turns."""
 
     def __init__(self, name: str) -> None:
-        self._slots = FairSlots(1)
+        self._turns = FairTurns()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def run(self, call: Callable[[], T], tenant: str = "", num_chars: int = 0) -> T:
         """Run `call` on the thread and return its result. Raises Overloaded if too much text waits."""
         loop = asyncio.get_running_loop()
-        return await self._slots.run(lambda: loop.run_in_executor(self._pool, call), tenant=tenant, num_chars=num_chars)
+        return await self._turns.run(lambda: loop.run_in_executor(self._pool, call), tenant=tenant, num_chars=num_chars)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 import structlog
@@ -19,6 +18,7 @@ import structlog
 from mesh.domain.cache_hints import CacheHints, KeepPriority
 from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerBusy, WorkerLost
 from mesh.domain.request import SamplingParams, mint_id
+from mesh.tasks import cancel_all, set_within
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement
 from router.attempt import Attempt, AttemptTimeouts
@@ -87,13 +87,9 @@ class CanaryRunner:
                     task = asyncio.create_task(self._try(canary))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._health.next_due_s(usable)):
-                        await self._woken.wait()
+                await set_within(self._woken, self._health.next_due_s(usable))
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_all(self._tasks)
 
     async def _try(self, canary: Canary) -> None:
         """Send one canary and record its result."""

@@ -33,7 +33,7 @@ from mesh.domain.errors import (
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure, SequenceKey, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from mesh.tasks import backoff_s
+from mesh.tasks import backoff_s, cancel_all
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.connections import Channels, RouterIdentity, responses_of
 from router.workers.membership import Membership, WorkerView
@@ -264,9 +264,7 @@ class DecodeLinks:
         """Close all links; the attempts on them fail."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
     async def _keep(self, info: WorkerInfo) -> None:
         """Keep one link open. If it breaks, the worker counts as lost until its next heartbeat. One that has ended it

@@ -81,9 +81,11 @@ class PrefillClient:
 
     def _error_for_request(self, worker: WorkerInfo, error: MeshError) -> MeshError:
         """Return the error that the failed call means for the request."""
-        if _is_too_large(error):  # on any worker: another attempt would compute the prompt in vain
+        status = _status_of_grpc(error)
+        if status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # on any worker: another attempt would be in vain, too
             return AttemptsFailed(f"a message about the prompt is too large: {error}")
-        if _is_unreachable(error):
+        is_closed = isinstance(error, WorkerLost) and not isinstance(error.__cause__, grpc.aio.AioRpcError)
+        if is_closed or status is grpc.StatusCode.UNAVAILABLE:
             self._membership.lose(worker)
             return error
         is_internal = isinstance(error, WorkerLost)
@@ -94,27 +96,14 @@ class PrefillClient:
         return error if is_internal else TransferFailed(f"the prefill worker ended the call: {error}")
 
 
-def _is_unreachable(error: MeshError) -> bool:
-    """True if the connection failed, or was closed because the worker is lost.
-
-    An error that the worker itself raised carries its name in the metadata.
+def _status_of_grpc(error: MeshError) -> grpc.StatusCode | None:
+    """The status with which gRPC itself has ended the call. None for an error that the worker has raised: it carries
+    its name in the metadata.
     """
     cause = error.__cause__
-    if not isinstance(cause, grpc.aio.AioRpcError):
-        return isinstance(error, WorkerLost)
-    if cause.code() is not grpc.StatusCode.UNAVAILABLE:
-        return False
-    return ERROR_KEY not in dict(cause.trailing_metadata() or ())
-
-
-def _is_too_large(error: MeshError) -> bool:
-    """True if gRPC refused a message for its size; such an error carries no name in the metadata."""
-    cause = error.__cause__
-    return (
-        isinstance(cause, grpc.aio.AioRpcError)
-        and cause.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        and ERROR_KEY not in dict(cause.trailing_metadata() or ())
-    )
+    if not isinstance(cause, grpc.aio.AioRpcError) or ERROR_KEY in dict(cause.trailing_metadata() or ()):
+        return None
+    return cause.code()
 
 
 def _message(spec: SequenceSpec, destination: KVDestination) -> prefill_pb2.PrefillRequest:

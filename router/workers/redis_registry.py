@@ -44,7 +44,7 @@ from mesh.redis_connection import (
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.signed_messages import FreshnessGuard, MessageSigner, Refused, WorkerMessage, signature_of
-from mesh.tasks import is_cancelled, require_not_cancelled
+from mesh.tasks import cancel_all, is_cancelled, require_not_cancelled
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
 from router.admission.shared_limiter import SharedLimiter
@@ -282,9 +282,7 @@ class RedisCoordination:
 
     async def stop(self) -> None:
         """Release all leases at once, so that other routers need not wait until they expire."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         await asyncio.gather(*(permits.leave() for permits in self._permits))
 
 

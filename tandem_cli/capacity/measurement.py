@@ -34,7 +34,7 @@ from engine.settings import graph_sizes
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.model_size import model_size
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision
-from tandem_cli.model_folders import write_without_weights
+from tandem_cli.model_folders import load_format_of, write_without_weights
 from worker.engine_host import EngineHost, load_engine_host, load_runner_with_ranks
 from worker.engine_settings import EngineLimits
 
@@ -61,11 +61,6 @@ def clock_for(num_threads: int) -> Callable[[], float]:
     """A clock in seconds. With one thread it is the CPU time of that thread, which other load on the machine disturbs
     less than wall-clock time."""
     return time.thread_time if num_threads == 1 else time.perf_counter
-
-
-def load_format_of(model_dir: Path) -> str:
-    """The load format of a folder, which may have no weights."""
-    return "auto" if any(model_dir.glob("*.safetensors")) else "dummy"
 
 
 def _tell() -> None:

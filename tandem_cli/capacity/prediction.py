@@ -13,10 +13,9 @@ from typing import Any
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.json_text import parse_json
 from tandem_cli.capacity.roofline import QUANTIZED, Capacity, Precision
+from tandem_cli.load_test.figures import BLENDED_RATIO, price_per_million
 
 _DEFAULT_BATCHES = (1, 8, 32, 128)
-BLENDED_RATIO = 3
-"""Input tokens for each output token in a blended price."""
 PREFILL = "prefill_ms"
 
 
@@ -97,14 +96,9 @@ def rate_of_users(load: Load, times: PassTimes, users: int) -> float:
     return users / (times.prefill_s + (load.output_tokens - 1) * times.step_s)
 
 
-def price_per_million_tokens(price_per_hour: float, tokens_per_s: float) -> float:
-    """Price of a million tokens: price per hour / (3600 x tokens/s) x 1e6."""
-    return price_per_hour / (3600 * tokens_per_s) * 1e6
-
-
-def blended_price(input_price: float, output_price: float) -> float:
-    """Price of a million tokens, with three input tokens per output token."""
-    return (BLENDED_RATIO * input_price + output_price) / (BLENDED_RATIO + 1)
+def blended_tokens_per_s(input_tokens_per_s: float, output_tokens_per_s: float) -> float:
+    """Tokens per second of a load with BLENDED_RATIO input tokens per output token, which take their turns."""
+    return (BLENDED_RATIO + 1) / (BLENDED_RATIO / input_tokens_per_s + 1 / output_tokens_per_s)
 
 
 def decode_name(batch: int) -> str:
@@ -279,18 +273,16 @@ def _prediction(prediction: Prediction, price_per_hour: float | None) -> PlanRes
         "tokens_per_s": rate,
         "measured_tokens_per_s": prediction.measured_tokens_per_s,
         "ratio": prediction.ratio,
-        "price_per_million": None if price_per_hour is None else price_per_million_tokens(price_per_hour, rate),
+        "price_per_million": None if price_per_hour is None else price_per_million(price_per_hour, rate),
     }
 
 
 def _blended(capacity: Capacity, load: Load, batch: int | None, price_per_hour: float | None) -> float | None:
     if batch is None or price_per_hour is None:
         return None
-    rates = (
-        capacity.prefill_tokens_per_s(load.input_tokens),
-        capacity.decode_tokens_per_s(batch, load.mean_context_tokens),
-    )
-    return blended_price(*(price_per_million_tokens(price_per_hour, rate) for rate in rates))
+    prefill = capacity.prefill_tokens_per_s(load.input_tokens)
+    decode = capacity.decode_tokens_per_s(batch, load.mean_context_tokens)
+    return price_per_million(price_per_hour, blended_tokens_per_s(prefill, decode))
 
 
 def _workers(load: Load, predicted: PassTimes, measured_ms: Mapping[str, float]) -> PlanResult:

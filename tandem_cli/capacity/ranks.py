@@ -38,7 +38,7 @@ class RankMemory:
     weights_bytes: float
     kv_bytes_per_token: float
     cores: int | None
-    adapter_bytes: float = 0.0
+    adapter_bytes: float
 
     def to_json(self) -> dict[str, Any]:
         """With layers and KV heads as [first, end)."""

@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 PERCENTS = (50, 90, 99)
 BLENDED_RATIO = 3.0
+"""Input tokens for each output token in a blended price."""
 _RATIO_TOLERANCE = 0.01
 STEADY, BURST = "steady", "burst"
 BEGUN, ARRIVED, OVER = "streams_begun", "burst_arrived", "burst_over"

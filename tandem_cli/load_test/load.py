@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import tandem
-from mesh.tasks import together
+from mesh.tasks import cancel_all, together
 from tandem_cli.load_test.figures import (
     ARRIVED,
     BEGUN,
@@ -175,8 +175,7 @@ async def run_burst(
         recorder.mark(OVER)
         await _unless_ended(streams, lead_s)
     finally:
-        streams.cancel()
-        await asyncio.gather(streams, return_exceptions=True)
+        await cancel_all([streams])
     return recorder.close()
 
 

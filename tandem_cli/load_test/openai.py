@@ -17,6 +17,7 @@ from tandem_cli.load_test.jobs import Job
 from tandem_cli.load_test.load import OnToken, Reply
 
 _TOO_MANY_REQUESTS = 429
+_TIMEOUT_S = 600.0
 _FINISH_REASONS = ("length", "stop", "eos_token", "stop_sequence")
 _END = "[DONE]"
 _MAX_ERROR_CHARS = 200
@@ -25,13 +26,13 @@ _MAX_ERROR_CHARS = 200
 class OpenAITarget:
     """A `Target` (see load.py) for one server. Use it as a context manager."""
 
-    def __init__(self, url: str, model: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, model: str, *, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         # A connection pool smaller than the load would queue requests in the client.
         self._client = httpx2.AsyncClient(
             base_url=url.rstrip("/").removesuffix("/v1") + "/v1/",
             headers=headers,
-            timeout=timeout_s,
+            timeout=_TIMEOUT_S,
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         )
         self._model = model

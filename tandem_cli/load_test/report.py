@@ -75,19 +75,16 @@ class Series:
         """The knee of a closed loop; see tandem_cli.load_test.figures.knee."""
         if self.kind is not Kind.CONCURRENCY:
             return None
-        figures = [point.figures(slo) for point in self.points]
-        if not all("latency_p50_ms" in medians for medians in figures):
+        of_points = [point.figures(slo) for point in self.points]
+        if not all("latency_p50_ms" in each for each in of_points):
             return None
-        index = knee([(medians["output_tokens_per_s"].median, medians["latency_p50_ms"].median) for medians in figures])
+        index = knee([(each["output_tokens_per_s"].median, each["latency_p50_ms"].median) for each in of_points])
         return None if index is None else self.points[index]
 
     def goodput(self, slo: Slo) -> float | None:
         """The highest rate that meets the targets; see tandem_cli.load_test.figures.goodput."""
-        figures_by_rate = [(point.case.value, point.figures(slo)) for point in self.points]
-        return goodput(
-            [(rate, medians["slo_share"].median) for rate, medians in figures_by_rate if "slo_share" in medians],
-            slo.share,
-        )
+        by_rate = [(point.case.value, point.figures(slo)) for point in self.points]
+        return goodput([(rate, each["slo_share"].median) for rate, each in by_rate if "slo_share" in each], slo.share)
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from engine.runner_settings import RunnerSettings
 from engine.settings import NO_SPECULATION
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Degrees
+from mesh.tasks import cancel_all
 from prefill_worker.settings import PrefillSettings
 from tandem_cli.capacity.ranks import precision_of, rank_memory, total
 from tandem_cli.deployment import Deployment, Service
@@ -176,8 +177,7 @@ class RayWorker:
                 self._on_news(last)
         if self._following is not None:  # a call that is cancelled makes Ray Client write a traceback
             await asyncio.wait([self._following], timeout=_STOP_MARGIN_S if is_up else 0)
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+            await cancel_all([self._following])
         self.kill()
 
     def kill(self) -> None:

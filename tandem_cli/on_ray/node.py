@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import ray.util
 
 from mesh.process import adopt_orphans
+from mesh.tasks import set_within
 from tandem_cli.launcher import Child, LocalLauncher, ServiceEvent, with_checkout
 from tandem_cli.on_ray.handover import Handover
 from tandem_cli.up_settings import ROLES
@@ -71,9 +71,7 @@ class WorkerActor:
         async with self._starting:
             if self._child is None:
                 self._child = await self._start(handover)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_NEWS_S):
-                await self._has_news.wait()
+        await set_within(self._has_news, _NEWS_S)
         return self._take_news()
 
     async def stop(self, limit_s: float) -> News:
@@ -113,9 +111,7 @@ class WorkerActor:
     async def _end(self) -> None:
         """End this actor, once the driver has learnt of the worker's end."""
         self._is_read.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_NEWS_S):
-                await self._is_read.wait()
+        await set_within(self._is_read, _LAST_NEWS_S)
         await asyncio.sleep(max(0.2, self._started_s + _MIN_LIFE_S - time.monotonic()))
         if not self._is_stopping:
             os._exit(1)

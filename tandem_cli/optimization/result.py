@@ -38,6 +38,7 @@ from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.terminal import optional_cell
 
 PROPERTIES = "serving.properties"
+_NUM_NEAREST = 5
 _OPTIONS = {
     "quantize": "option.quantize",
     "dtype": "option.dtype",
@@ -263,7 +264,7 @@ def summary(outcome: Outcome) -> list[str]:
     """The choice, and why; or what comes nearest to the limits."""
     choice, base = outcome.choice, outcome.base
     if choice is None:
-        return ["No candidate keeps all limits. The nearest ones:", *nearest(outcome)]
+        return ["No candidate keeps all limits. The nearest ones:", *_nearest(outcome)]
     figures, result = choice.result.figures, choice.result
     lines = [
         f"Chosen: {result.candidate.name}: {figures[SPEED]:,.0f} output tokens/s, "
@@ -279,8 +280,8 @@ def summary(outcome: Outcome) -> list[str]:
     return lines
 
 
-def nearest(outcome: Outcome, count: int = 5) -> list[str]:
+def _nearest(outcome: Outcome) -> list[str]:
     """Lines on the candidates that come nearest to the limits, and by how much each misses them."""
     rows = [row for row in outcome.rows if row.figures]
     rows.sort(key=lambda row: (max(over_limits(row.figures, outcome.recipe).values(), default=1.0), row.number))
-    return [f"* {row.result.candidate.name}: {row.verdict}" for row in rows[:count]]
+    return [f"* {row.result.candidate.name}: {row.verdict}" for row in rows[:_NUM_NEAREST]]

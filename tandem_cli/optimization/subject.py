@@ -80,8 +80,8 @@ class Subject:
         free_bytes = device_memory(device).free_bytes
         reason = why_eager(settings, config, layout)
         machine = Machine(device.type, free_bytes, len(available_cores()), reason)
-        encoder = PromptEncoder(folder)
-        prompts = tuple(_encoded(encoder, *numbered, config.vocab_size) for numbered in enumerate(questions, start=1))
+        encoder = PromptEncoder(folder, config.vocab_size)
+        prompts = tuple(_encoded(encoder, number, question) for number, question in enumerate(questions, start=1))
         references = tuple(encoder.answer(question.reference or "") for question in questions)
         base = precision_of(settings, config)
         return cls(name, folder, config, base, machine, prompts, references)
@@ -144,18 +144,12 @@ class Subject:
         return reasons
 
 
-def _encoded(encoder: PromptEncoder, number: int, question: Question, vocab_size: int) -> tuple[int, ...]:
+def _encoded(encoder: PromptEncoder, number: int, question: Question) -> tuple[int, ...]:
     """Raises ConfigurationError with the number of the prompt."""
     try:
-        ids = encoder.encode(question.job)
+        return encoder.encode(question.job)
     except (ConfigurationError, InvalidRequest) as error:
         raise ConfigurationError(f"--data, prompt {number}: {error}") from error
-    if ids and max(ids) >= vocab_size:
-        raise ConfigurationError(
-            f"--data, prompt {number}: token {max(ids)} is not in the model's vocabulary of {vocab_size}: give ids of "
-            "this model, or prompt"
-        )
-    return ids
 
 
 class Checkpoints:

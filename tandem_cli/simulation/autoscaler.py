@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mesh.domain.worker import WorkerRole
+from mesh.tasks import cancel_all
 from router.advice import Action
 from tandem_cli.simulation.mesh import SimulatedMesh
 from tandem_cli.simulation.observed import Observed
@@ -80,10 +81,7 @@ class Autoscaler:
                     self._observed.paid_worker_s[role] += PERIOD_S * num_paid
                 await asyncio.sleep(PERIOD_S)
         finally:
-            tasks = {*self._ending, *self._starting[WorkerRole.PREFILL], *self._starting[WorkerRole.DECODE]}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all([*self._ending, *self._starting[WorkerRole.PREFILL], *self._starting[WorkerRole.DECODE]])
 
     def _set(self, role: WorkerRole, count: int) -> None:
         """Start workers, or end some: those that still start, then those with the highest numbers."""

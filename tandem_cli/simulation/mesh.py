@@ -19,6 +19,7 @@ from mesh.domain.prefill import KVDestination, PrefillEvent
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
+from mesh.tasks import cancel_all
 from router.admission.limiter import LocalLimiter
 from router.journal import Journal
 from router.model_router import ModelRouter
@@ -215,8 +216,7 @@ async def simulated_mesh(
         await mesh.all_proven()
         yield mesh
     finally:
-        canaries.cancel()
-        await asyncio.gather(canaries, return_exceptions=True)
+        await cancel_all([canaries])
         for worker in mesh.workers:
             worker.engine.stop()
         mesh.router.close()

@@ -362,7 +362,7 @@ async def test_forks_that_wait_end_with_their_router() -> None:
 
 async def test_many_forks_that_wait_end_with_a_router_that_reads_nothing() -> None:
     async with worker_rig() as rig:
-        session = Session("r")
+        session = Session()
         for number in range(MAX_UNSENT_EVENTS + 400):
             request = make_request(f"r{number}", [7, 8], forks=(Fork(f"f{number}", 0, 0),))
             rig.decode_service.start(session, request, "")

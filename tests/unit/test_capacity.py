@@ -27,16 +27,16 @@ from tandem_cli.capacity.prediction import (
     PassTimes,
     PlanRequest,
     batches_to_plan,
-    blended_price,
+    blended_tokens_per_s,
     largest_batch,
     plan_capacity,
     predicted_times,
-    price_per_million_tokens,
     rate_of_users,
     workers_for,
 )
 from tandem_cli.capacity.ranks import precision_of, rank_memory
 from tandem_cli.capacity.roofline import DEVICES, WEIGHT_BYTES, Capacity, DeviceRates, Precision, find_device
+from tandem_cli.load_test.figures import price_per_million
 from tandem_cli.model_folders import BUNDLED
 from tests.defects import Repaired
 
@@ -254,8 +254,9 @@ def test_workers_for_a_load_by_hand() -> None:
 
 
 def test_prices_by_hand() -> None:
-    assert price_per_million_tokens(3.6, 1000) == pytest.approx(1.0)
-    assert blended_price(1.0, 5.0) == 2.0
+    assert price_per_million(3.6, 1000) == pytest.approx(1.0)
+    assert price_per_million(3.6, 200) == pytest.approx(5.0)
+    assert price_per_million(3.6, blended_tokens_per_s(1000, 200)) == pytest.approx((3 * 1.0 + 5.0) / 4)
 
 
 def test_devices_know_what_they_multiply_with() -> None:

@@ -34,7 +34,7 @@ def test_no_part_is_a_large_message() -> None:
 
 
 async def test_other_sequences_tokens_go_between_the_parts(repaired: Repaired) -> None:
-    session = Session("router")
+    session = Session()
     session.send(Step([output("long", 0, 2000)]))
     session.send(Step([output("long", 1), output("other", 5)]))
     session.send(Step([output("other", 6)]))
@@ -43,7 +43,7 @@ async def test_other_sequences_tokens_go_between_the_parts(repaired: Repaired) -
     ids = [[each.request_id for each in step] for step in steps]
     assert ids[:3] == [["long"], ["long", "other"], ["long", "other"]]
     assert set(map(tuple, ids[3:])) == {("long",)}, "an ended session sends the parts that wait"
-    session = Session("router")
+    session = Session()
     session.send(Step([output("long", 0, 2000)]))
     session.send(Step([output("long", 1), output("other", 5)]))
     async with asyncio.timeout(60):
@@ -62,7 +62,7 @@ async def test_other_sequences_tokens_go_between_the_parts(repaired: Repaired) -
 
 
 async def test_a_full_session_ends_behind_its_last_event() -> None:
-    session = Session("router")
+    session = Session()
     for place in range(MAX_UNSENT_EVENTS):
         assert session.send(Step([output("a", place)]))
     session.end()
@@ -72,7 +72,7 @@ async def test_a_full_session_ends_behind_its_last_event() -> None:
 
 
 async def test_parts_of_a_sequence_that_has_ended_are_dropped() -> None:
-    session = Session("router")
+    session = Session()
     session.send(Step([output("failed", 0, 2000), output("aborted", 0, 2000)]))
     session.send(Failed(("failed", 0), SequenceFailure.PREEMPTED, ""))
     events = session.events()

@@ -19,11 +19,12 @@ from engine.ranks.divided_cores import DividedCores
 from engine.ranks.messages import ending
 from engine.settings import KVMemorySettings
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
+from mesh.domain.host import format_cores
 from mesh.logs import log_format
 from mesh.process import handing_over
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen
-from mesh.settings import env_name, flag_name
+from mesh.settings import as_flags, env_name
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -104,7 +105,7 @@ class LocalRanks:
             "device": self._devices[rank],
             "kv_host": settings.host,
             "num_threads": self._cores.threads_per_rank,
-            "cpu_list": ",".join(map(str, self._cores.of_rank[rank])),
+            "cpu_list": format_cores(self._cores.of_rank[rank]),
             "kv_memory_fraction": memory.fraction,
             "memory_utilization": memory.utilization,
             "kv_memory_shares": memory.shares,
@@ -113,13 +114,12 @@ class LocalRanks:
             "log_json": is_json,
             "otlp_endpoint": "",
         }
-        flags = [f"{flag_name(name)}={value}" for name, value in values.items()]
         # Everything that a rank needs to know is in its flags; keys are not for the list of processes.
         environ = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
         keys = {env_name("mesh_key"): settings.mesh_key, env_name("leader_key"): self._key}
         with handing_over(keys) as (extra, secrets_fd):
             return subprocess.Popen(
-                [sys.executable, "-m", "rank_worker", *flags],
+                [sys.executable, "-m", "rank_worker", *as_flags(**values)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # announcements to the supervisor are the leader's
                 env=environ | extra,

@@ -15,7 +15,7 @@ from gateway.openai.responses.tools import (
     invalid_value,
     name_in_chat,
 )
-from gateway.openai.turns import joined_turns
+from gateway.openai.turns import joined_turns, template_values
 from gateway.schema import (
     MAX_MESSAGES,
     AnyJson,
@@ -179,7 +179,7 @@ def chat_of(body: ResponsesBody) -> Json:
         "tool_choice": chat_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format),
-        "chat_template_kwargs": _template_values(body),
+        "chat_template_kwargs": template_values(body.reasoning.effort, body.chat_template_kwargs),
         "max_completion_tokens": body.max_output_tokens,
         **{name: getattr(body, name) for name in _AS_IN_CHATS},
     }
@@ -246,14 +246,3 @@ def _response_format(text_format: TextFormat) -> Json | None:
         message = "Missing required parameter: 'text.format.schema'."
         raise InvalidField(message, field="text.format.schema", code="missing_required_parameter")
     return {"type": "json_schema", "json_schema": {"schema": text_format.content}}
-
-
-def _template_values(body: ResponsesBody) -> Json | None:
-    """`reasoning` as the templates of models with optional reasoning know it. The client's own values come first."""
-    if body.reasoning.effort is None:
-        return body.chat_template_kwargs
-    effort = body.reasoning.effort
-    values: Json = (
-        {"enable_thinking": True, "reasoning_effort": effort} if effort != "none" else {"enable_thinking": False}
-    )
-    return values | (body.chat_template_kwargs or {})

@@ -1,17 +1,16 @@
-"""FairSlots: turns at the threads that process text, where a long text takes a second.
+"""FairTurns: turns at a thread that processes text, where a long text takes a second.
 
-Concurrency is bounded, tenants take turns as in the queue for workers, and the characters that wait are bounded. A
-named tenant may have as many waiting as there are free, so that one tenant alone fills half and others still find
-capacity.
+Tenants take turns as in the queue for workers, and the characters that wait are bounded. A named tenant may have as
+many waiting as there are free, so that one tenant alone fills half and others still find capacity.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from mesh.domain.errors import Overloaded
+from mesh.tasks import mark_retrieved
 from router.admission.fair_queue import FairQueue, QueueEntry
 
 T = TypeVar("T")
@@ -20,29 +19,22 @@ T = TypeVar("T")
 MAX_WAITING_CHARS = 32 << 20
 
 
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    tenant: str
-    num_chars: int
-    turn: asyncio.Future[None]
+class FairTurns:
+    """Runs one piece of work on text at a time; tenants take turns. Used by one event loop."""
 
-
-class FairSlots:
-    """Slots for work on text, for which tenants take turns. Used by one event loop."""
-
-    def __init__(self, num_slots: int, *, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
-        self._num_free = num_slots
+    def __init__(self, *, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
+        self._is_free = True
         self._max_waiting_chars = max_waiting_chars
-        self._waiters: FairQueue[_Waiter] = FairQueue()
+        self._waiters: FairQueue[asyncio.Future[None]] = FairQueue()
         self._chars: Counter[str] = Counter()  # waiting characters, by tenant
 
     async def run(self, call: Callable[[], Awaitable[T]], *, tenant: str = "", num_chars: int = 0) -> T:
-        """Run `call` once a slot is free, and return its result. Raises Overloaded if too many characters wait.
+        """Run `call` when its turn has come, and return its result. Raises Overloaded if too many characters wait.
 
-        Cancelling the caller does not interrupt a running call, which keeps its slot until it is done.
+        Cancelling the caller does not interrupt a running call, whose turn lasts until it is done.
         """
-        if self._num_free:
-            self._num_free -= 1
+        if self._is_free:
+            self._is_free = False
         else:
             await self._wait(tenant, num_chars)
         running = asyncio.ensure_future(call())
@@ -51,14 +43,14 @@ class FairSlots:
 
     async def _wait(self, tenant: str, num_chars: int) -> None:
         self._require_capacity(tenant, num_chars)
-        waiter = _Waiter(tenant, num_chars, asyncio.get_running_loop().create_future())
-        self._waiters.add(QueueEntry(tenant), waiter)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(QueueEntry(tenant), turn)
         self._chars[tenant] += num_chars
         try:
-            await waiter.turn
+            await turn
         except asyncio.CancelledError:
-            if not self._waiters.remove(waiter) and not waiter.turn.cancelled():
-                self._pass_on()  # the slot was already granted
+            if not self._waiters.remove(turn) and not turn.cancelled():
+                self._pass_on()  # the turn was already granted
             raise
         finally:
             self._chars[tenant] -= num_chars
@@ -73,15 +65,14 @@ class FairSlots:
             raise Overloaded(f"{self._chars[tenant]} characters of your texts are waiting already; try again later")
 
     def _done(self, running: "asyncio.Future[T]") -> None:
-        if not running.cancelled():
-            running.exception()  # retrieved, in case the caller was cancelled
+        mark_retrieved(running)  # in case the caller was cancelled
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Give the slot to the head of the queue, or free it."""
+        """Give the turn to the head of the queue, if any is waiting."""
         while self._waiters:
-            waiter = self._waiters.take_first()
-            if not waiter.turn.done():
-                waiter.turn.set_result(None)
+            turn = self._waiters.take_first()
+            if not turn.done():
+                turn.set_result(None)
                 return
-        self._num_free += 1
+        self._is_free = True

@@ -1,4 +1,4 @@
-"""Slots for work on texts: tenants in turn, bounded waiting, nothing lost when callers leave."""
+"""Turns for work on texts: tenants in turn, bounded waiting, nothing lost when callers leave."""
 
 import asyncio
 
@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.domain.errors import Overloaded
-from router.text.fair_slots import FairSlots
+from router.text.fair_turns import FairTurns
 from tests.defects import Repaired
 
 
 class Desk:
     """Work that ends when it is told to."""
 
-    def __init__(self, slots: FairSlots) -> None:
-        self.slots = slots
+    def __init__(self, turns: FairTurns) -> None:
+        self.turns = turns
         self.begun: list[str] = []
         self.ends: dict[str, asyncio.Future[str]] = {}
 
@@ -25,7 +25,7 @@ class Desk:
             self.ends[name] = asyncio.get_running_loop().create_future()
             return await self.ends[name]
 
-        return asyncio.create_task(self.slots.run(work, tenant=tenant, num_chars=num_chars))
+        return asyncio.create_task(self.turns.run(work, tenant=tenant, num_chars=num_chars))
 
     async def finish(self, name: str) -> None:
         self.ends[name].set_result(name)
@@ -38,7 +38,7 @@ async def settled() -> None:
 
 
 async def test_tenants_take_turns(repaired: Repaired) -> None:
-    desk = Desk(FairSlots(1))
+    desk = Desk(FairTurns())
     tasks = [desk.bring(f"greedy-{place}", "greedy") for place in range(20)]
     await settled()
     tasks.append(desk.bring("modest", "modest"))
@@ -53,7 +53,7 @@ async def test_tenants_take_turns(repaired: Repaired) -> None:
 
 
 async def test_waiting_text_is_bounded_in_all_and_by_tenant() -> None:
-    desk = Desk(FairSlots(1, max_waiting_chars=100))
+    desk = Desk(FairTurns(max_waiting_chars=100))
     tasks = [desk.bring("runs", "a", 100), desk.bring("waits", "a", 40)]
     await settled()
     with pytest.raises(Overloaded, match="40 characters of your texts"):
@@ -68,11 +68,11 @@ async def test_waiting_text_is_bounded_in_all_and_by_tenant() -> None:
     await settled()
     for name in ("runs", "other", "room again"):
         await desk.finish(name)
-    assert not desk.slots._chars
+    assert not desk.turns._chars
 
 
 async def test_work_that_has_begun_keeps_its_slot_when_its_caller_leaves() -> None:
-    desk = Desk(FairSlots(1))
+    desk = Desk(FairTurns())
     left, stays = desk.bring("left"), desk.bring("stays")
     await settled()
     left.cancel()
@@ -86,7 +86,7 @@ async def test_work_that_has_begun_keeps_its_slot_when_its_caller_leaves() -> No
 
 
 async def test_a_caller_that_leaves_as_a_slot_is_passed_on_does_not_pass_it_on_again() -> None:
-    desk = Desk(FairSlots(1))
+    desk = Desk(FairTurns())
     tasks = [desk.bring("runs"), desk.bring("leaves")]
     await settled()
     desk.ends["runs"].set_result("runs")
@@ -102,9 +102,9 @@ async def test_a_caller_that_leaves_as_a_slot_is_passed_on_does_not_pass_it_on_a
 
 
 @given(st.lists(st.tuples(st.sampled_from(["bring", "leave", "finish"]), st.integers(0, 5)), max_size=40))
-def test_no_slot_is_lost(steps: list[tuple[str, int]]) -> None:
+def test_no_turn_is_lost(steps: list[tuple[str, int]]) -> None:
     async def check() -> None:
-        desk, tasks = Desk(FairSlots(2)), list[asyncio.Task[str]]()
+        desk, tasks = Desk(FairTurns()), list[asyncio.Task[str]]()
         for number, (step, place) in enumerate(steps):
             if step == "bring":
                 tasks.append(desk.bring(str(number), f"t{place % 3}", place))
@@ -114,13 +114,13 @@ def test_no_slot_is_lost(steps: list[tuple[str, int]]) -> None:
                 open_ends[place % len(open_ends)].set_result("")
             if place % 2:
                 await settled()
-            assert sum(not end.done() for end in desk.ends.values()) <= 2
+            assert sum(not end.done() for end in desk.ends.values()) <= 1
         await settled()
         while open_ends := [end for end in desk.ends.values() if not end.done()]:
             open_ends[0].set_result("")
             await settled()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert desk.slots._num_free == 2
-        assert not desk.slots._chars
+        assert desk.turns._is_free
+        assert not desk.turns._chars
 
     asyncio.run(check())

@@ -1,6 +1,7 @@
 """Compares the engine to Hugging Face transformers; shared by the CPU and the GPU tests."""
 
 import copy
+import inspect
 import os
 import random
 from collections.abc import Sequence
@@ -48,13 +49,15 @@ def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW, forced: Sequen
     dynamic RoPE keeps state between calls.
     """
     model = copy.deepcopy(model)
+    # Transformers calls it `cache` from 5.24 on, and warns of the older name.
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ids, cache, token_ids, rows, options = torch.tensor([prompt]), None, [], [], {}
     for _ in range(num_new):
         if type(model).__name__ == "BambaForCausalLM":  # which counts positions from 0 in every call, unless it is told
             past = len(prompt) + len(token_ids) - ids.shape[1]
             options = {"position_ids": torch.arange(past, past + ids.shape[1])[None]}
-        out = model(ids, past_key_values=cache, use_cache=True, **options)
-        cache = out.past_key_values
+        out = model(ids, **{argument: cache}, use_cache=True, **options)
+        cache = getattr(out, argument)
         rows.append(out.logits[0].log_softmax(-1))
         token_ids.append(int(rows[-1][-1].argmax()))
         ids = torch.tensor([forced[len(token_ids) - 1 : len(token_ids)] or token_ids[-1:]])

@@ -195,7 +195,7 @@ async def test_a_mesh_whose_terminal_is_closed_completes_its_answers(tmp_path: P
     environ = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "XDG_RUNTIME_DIR": str(tmp_path)}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tandem_cli", "up", "--port", "0", "--no-http", "--colocated"),
-        *("--drain-grace-s", str(START_S)),  # of a busy machine
+        *("--grace-s", str(START_S), "--drain-grace-s", str(START_S)),  # router and workers of a busy machine
         env=environ,
         stdin=terminal,
         stdout=asyncio.subprocess.PIPE,

@@ -180,7 +180,7 @@ def complete(num_prompt_tokens: int = 6, spellings: tuple[tuple[int, ...], ...] 
         ({"bad_words": (" ",)}, "each of bad_words"),
         ({"bad_word_ids": ((),)}, "each bad word must have 1 to 128 tokens"),
         ({"bad_word_ids": ((1, 50),)}, "bad_word_ids: token id 50"),
-        ({"stop": ("a",) * 5}, "stop has 5 strings"),
+        ({"stop": ("a",) * 17}, "stop has 17 strings"),
         ({"stop_token_ids": (50,)}, "stop_token_ids: token id 50"),
         ({"logit_bias": {50: 1.0}}, "logit_bias: token id 50"),
     ],

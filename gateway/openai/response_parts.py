@@ -279,9 +279,13 @@ def _top_token(top: TopToken) -> Json:
 
 
 def _top(token: Token, num_top: int) -> dict[str, float] | None:
-    """Log-probs by text. The sampled token is included even if it is not among the likeliest."""
+    """Log-probs by text: that of the sampled token, also if it is not among the likeliest, then the others, likeliest
+    first. Of two tokens with one text the likelier one counts.
+    """
     if token.logprob is None:
         return None
-    best = {_named(top): _finite(top.logprob) for top in reversed(token.top[:num_top])}
+    best: dict[str, float] = {}
+    for top in token.top[:num_top]:
+        best.setdefault(_named(top), _finite(top.logprob))
     name = _named(token)
     return {name: _finite(token.logprob)} | best if name else best

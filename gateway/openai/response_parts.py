@@ -180,8 +180,8 @@ def visible_tokens(choice: Choice) -> Sequence[Token]:
 
 
 class StreamTokens:
-    """Assigns tokens to events. A token without text is held until later text shows whether it is in a stop string. With
-    `keeps_end` the tokens that have ended the answer belong to its last event.
+    """Assigns tokens to events. A token without text is held until later text shows whether it is in a stop string.
+    `keeps_end`: the tokens that have ended the answer belong to its last event.
     """
 
     def __init__(self, *, keeps_end: bool = False) -> None:

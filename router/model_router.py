@@ -58,10 +58,12 @@ class ModelRouter:
             settings.served_name,
             Path(settings.model),
             settings.rope_override(),
-            with_sampling_defaults=settings.generation_config == "auto",
+            with_recommended=settings.generation_config == "auto",
         )
         if defaults := self.model.sampling_defaults:
             log.info("HTTP requests sample as generation_config.json says", model=self.model.name, defaults=defaults)
+        if stops := self.model.stop_strings:
+            log.info("answers end with the stop strings of generation_config.json", model=self.model.name, stop=stops)
         self.limiter = limiter
         clock = asyncio.get_running_loop().time
         self.in_flight = InFlightTable(clock)

@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from checkpoint.generation_config import read_sampling_defaults
+from checkpoint.generation_config import read_sampling_defaults, read_stop_strings
 from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.domain.request import SequenceSpec
@@ -35,6 +35,8 @@ class ServedModel:
     chat_template: ChatTemplate | None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Recommended values of SamplingParams by name, of which clients are told."""
+    stop_strings: tuple[str, ...] = ()
+    """What ends answers beside end tokens, unless a request has stop strings of its own."""
 
     @property
     def decoder_prompt(self) -> tuple[int, ...]:
@@ -56,12 +58,17 @@ class ServedModel:
 
     @classmethod
     def load(
-        cls, name: str, model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE, *, with_sampling_defaults: bool = False
+        cls, name: str, model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE, *, with_recommended: bool = False
     ) -> "ServedModel":
-        """Raises ConfigurationError with the name of the broken file."""
+        """`with_recommended`: with the sampling and stop strings of generation_config.json. Raises ConfigurationError
+        with the name of the broken file.
+        """
         facts = read_model_facts(model_dir, rope)
         tokenizer = Tokenizer.load(model_dir, facts.eos_token_ids)
-        facts = replace(facts, eos_token_ids=tokenizer.eos_token_ids)
+        stops = read_stop_strings(model_dir) if with_recommended else ()
+        # A special token has no text in which its name could be found: it ends an answer as an end token does.
+        tokens = {text: token_id for text in stops if (token_id := tokenizer.special_id(text)) is not None}
+        facts = replace(facts, eos_token_ids=tokenizer.eos_token_ids.union(tokens.values()))
         if facts.eos_token_ids and min(facts.eos_token_ids) >= facts.vocab_size:
             log.warning(
                 "no end token is in the vocabulary, so answers end at their limit only: see eos_token_id in "
@@ -69,8 +76,9 @@ class ServedModel:
                 eos_token_ids=sorted(facts.eos_token_ids),
                 vocab_size=facts.vocab_size,
             )
-        defaults = read_sampling_defaults(model_dir) if with_sampling_defaults else {}
-        return cls(name, facts, tokenizer, ChatTemplate.load(model_dir), defaults)
+        defaults = read_sampling_defaults(model_dir) if with_recommended else {}
+        stop_strings = tuple(text for text in stops if text not in tokens)
+        return cls(name, facts, tokenizer, ChatTemplate.load(model_dir), defaults, stop_strings)
 
 
 class LimitPolicy:

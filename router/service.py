@@ -48,6 +48,7 @@ from router.validation import (
     check_prompt_logprobs,
     complete_sampling,
     require_prompt,
+    with_stop_strings,
 )
 from router.workers.mesh_view import MeshView
 
@@ -223,6 +224,7 @@ class ModelService:
         """`adapter` is the digest of the request's adapter."""
         limits = self._limits()
         self._check_ids(prompt, limits)
+        params = with_stop_strings(params, self.model.stop_strings)
         sampling = complete_sampling(
             params.sampling,
             num_prompt_tokens=len(prompt.ids),

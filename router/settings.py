@@ -70,8 +70,8 @@ class RouterSettings(ModelSettings, PublicTlsSettings):
     )
     generation_config: str = setting(
         "auto",
-        "sampling of HTTP requests that leave it to the server: auto takes what the model's generation_config.json "
-        "recommends, none does not",
+        "sampling of HTTP requests that leave it to the server, and stop strings: auto takes what the model's "
+        "generation_config.json recommends, none does not",
     )
     disable_grammar_support: bool = setting(
         False, "refuse structured output: JSON schemas, regular expressions, grammars", env=("DISABLE_GRAMMAR_SUPPORT",)

@@ -248,6 +248,7 @@ def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
             sampling_defaults=SamplingDefaults(
                 **{field.name: value for field, value in message.sampling_defaults.ListFields()}
             ),
+            stop_strings=tuple(message.stop_strings),
         )
         for message in messages
     )

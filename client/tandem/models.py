@@ -221,6 +221,7 @@ class Model:
     supports reasoning. `serving_since_unix_s` is when the router began to serve the model, in seconds since 1970;
     it and `max_concurrent_requests` are 0 if the router does not report them.
     `adapters` are the names of its LoRA adapters. `sampling_defaults` is empty if the router does not report it.
+    `stop_strings` end each answer whose request has no `stop`, no `ignore_eos` and no structure.
     """
 
     name: str
@@ -237,6 +238,7 @@ class Model:
     adapters: tuple[str, ...] = ()
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     serving_since_unix_s: int = 0
+    stop_strings: tuple[str, ...] = ()
 
 
 def confidence(tokens: Sequence[Token]) -> float | None:

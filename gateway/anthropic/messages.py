@@ -107,7 +107,9 @@ class MessageEvents:
         reason_of_chat = self._answer.reason
         if reason_of_chat in _REASONS:
             return _REASONS[reason_of_chat]
-        return "stop_sequence" if reason is FinishReason.STOP_SEQUENCE else "end_turn"
+        # Without sequences of the request, it was one of the model's own, which ends a turn.
+        is_stopped = reason is FinishReason.STOP_SEQUENCE and self._stop_sequences
+        return "stop_sequence" if is_stopped else "end_turn"
 
     def _usage(self) -> Json:
         """Tokens of the prompt that came from the prefix cache are counted apart from its other tokens."""

@@ -59,10 +59,13 @@ def _prompt_only(choice: Choice) -> Choice:
 
 
 def _choice(choice: Choice, prompt_tokens: Sequence[Token], body: CompletionBody) -> Json:
+    """With `echo` the tokens that ended the answer have log-probs, too: clients that score a prompt ask for one token
+    more, and drop the last entry whatever that token was.
+    """
     logprobs = None
     if body.logprobs is not None:
-        tokens = (*prompt_tokens, *visible_tokens(choice))
-        logprobs = CompletionLogprobs(body).of(tokens)
+        generated = choice.tokens if body.echo else visible_tokens(choice)
+        logprobs = CompletionLogprobs(body).of((*prompt_tokens, *generated))
     return {
         "index": choice.index,
         "text": choice.text,
@@ -79,7 +82,7 @@ class CompletionChunks:
         self._field_names = field_names
         self._envelope = envelope
         self._usage = StreamUsage(body)
-        self._tokens = StreamTokens()
+        self._tokens = StreamTokens(keeps_end=body.echo)
         self._prompts: dict[int, tuple[Token, ...]] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
 

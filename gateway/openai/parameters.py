@@ -41,7 +41,7 @@ def completion_arguments(body: CompletionBody, model: Model | None, max_prompts:
     shared["echo"] = body.echo
     shared["top_logprobs"] = body.logprobs
     shared["prompt_logprobs"] = body.echo and body.logprobs is not None
-    shared["own_bytes"] = body.logprobs is not None or bool(body.stop)  # to tell which tokens are its stop string
+    shared["own_bytes"] = body.logprobs is not None or _may_stop(body, model)
     shared["truncate_prompt_tokens"] = _truncation(body, shared["max_new_tokens"], model)
     prompts = _prompts(body.prompt)
     if not 1 <= len(prompts) <= max_prompts:
@@ -58,7 +58,7 @@ def chat_arguments(body: ChatBody, model: Model | None, tool_use: ToolUse | None
     arguments = GenerateArguments(**_sampling(body, model), **rendering_of(body))
     arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     arguments["top_logprobs"] = body.top_logprobs
-    arguments["own_bytes"] = body.logprobs or bool(body.stop)  # to tell which tokens are its stop string
+    arguments["own_bytes"] = body.logprobs or _may_stop(body, model)
     arguments["truncate_prompt_tokens"] = _truncation(body, arguments["max_new_tokens"], model)
     if tool_use is not None and tool_use.is_forced:
         if structure_arguments(body):
@@ -123,6 +123,11 @@ def _sampling(body: SamplingBody, model: Model | None) -> GenerateArguments:
         ttft_target=body.ttft_target,
     )
     return sampling | structure_arguments(body) | _cache_hints(body)
+
+
+def _may_stop(body: SamplingBody, model: Model | None) -> bool:
+    """True if a stop string may end the answer: the bytes of tokens tell which of them are that string."""
+    return bool(body.stop) or (model is not None and bool(model.stop_strings))
 
 
 def _truncation(body: SamplingBody, max_new_tokens: int | None, model: Model | None) -> int | None:

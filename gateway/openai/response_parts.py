@@ -159,11 +159,15 @@ class HeldTokens:
                 num_stop = number
         return num_stop
 
+    def rest(self) -> list[Token]:
+        """Return the held tokens."""
+        return [token for _, token in self._held]
+
     def end(self, begun: Sequence[Token], finish_reason: FinishReason) -> Sequence[Token]:
         """Return `begun`, which the last `add` has returned, and the held tokens that are part of the text: not the
         stop string, nor the token that has ended the answer unless it is shown.
         """
-        tokens = [*begun, *(token for _, token in self._held)]
+        tokens = [*begun, *self.rest()]
         is_last_hidden = bool(tokens) and not bytes_of(tokens[-1])
         return tokens[: len(tokens) - max(is_last_hidden, self.num_stop(finish_reason))]
 
@@ -176,16 +180,21 @@ def visible_tokens(choice: Choice) -> Sequence[Token]:
 
 
 class StreamTokens:
-    """Assigns tokens to events. A token without text is held until later text shows whether it is in a stop string."""
+    """Assigns tokens to events. A token without text is held until later text shows whether it is in a stop string.
+    `keeps_end`: the tokens that have ended the answer belong to its last event.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_end: bool = False) -> None:
+        self._keeps_end = keeps_end
         self._held: dict[int, HeldTokens] = {}
 
     def take(self, event: TokenEvent) -> Sequence[Token]:
         """Return the tokens whose text begins in this event; of the last event, all that are part of the text."""
         held = self._held.setdefault(event.index, HeldTokens())
         begun = [] if event.token is None else held.add(event.token)
-        return begun if event.finish_reason is None else held.end(begun, event.finish_reason)
+        if event.finish_reason is None:
+            return begun
+        return [*begun, *held.rest()] if self._keeps_end else held.end(begun, event.finish_reason)
 
 
 def chat_logprobs(tokens: Iterable[Token], body: ChatBody) -> Json | None:
@@ -270,9 +279,13 @@ def _top_token(top: TopToken) -> Json:
 
 
 def _top(token: Token, num_top: int) -> dict[str, float] | None:
-    """Log-probs by text. The sampled token is included even if it is not among the likeliest."""
+    """Log-probs by text: that of the sampled token, also if it is not among the likeliest, then the others, likeliest
+    first. Of two tokens with one text the likelier one counts.
+    """
     if token.logprob is None:
         return None
-    best = {_named(top): _finite(top.logprob) for top in reversed(token.top[:num_top])}
+    best: dict[str, float] = {}
+    for top in token.top[:num_top]:
+        best.setdefault(_named(top), _finite(top.logprob))
     name = _named(token)
     return {name: _finite(token.logprob)} | best if name else best

@@ -222,6 +222,7 @@ def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:
         serving_since_unix_s=info.since_unix_s,
         adapters=info.adapters,
         sampling_defaults=generation_pb2.SamplingDefaults(**model.sampling_defaults),
+        stop_strings=model.stop_strings,
     )
 
 

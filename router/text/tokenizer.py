@@ -280,6 +280,11 @@ class Tokenizer:
         native = load_tokenizer(model_dir)
         return cls(native, eos_token_ids | own_end_token(native, model_dir))
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token with this name, None if there is none."""
+        token_id = self._native.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
     def max_chars(self, num_tokens: int) -> int | None:
         """Return how many characters `num_tokens` tokens can stand for at most; None if there is no bound."""
         return None if self._max_token_chars is None else num_tokens * self._max_token_chars

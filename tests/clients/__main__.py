@@ -13,7 +13,7 @@ import logging
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -48,12 +48,32 @@ CLIENTS = {
 }
 """Packages, with what pip is asked for: the versions of the tests, else the newest."""
 
-_MODULES = {"openai-agents": "agents"}
+FRAMEWORKS = {
+    "lm-eval": "lm-eval[api]",
+    "inspect-ai": "inspect-ai",
+    "dspy": "dspy",
+    "haystack": "haystack-ai",
+    "langgraph": "langgraph",
+    "autogen": "autogen-ext[openai]",
+    "agent-framework": "agent-framework-openai",
+    "semantic-kernel": "semantic-kernel",
+}
+"""The same of those that `framework_asks.py` asks."""
+
+_MODULES = {"openai-agents": "agents", "autogen": "autogen_agentchat"}
 """Where the module is not called as its package."""
+
+_OTHERS: Mapping[str, tuple[str, ...]] = {
+    "lm-eval": ("transformers",),
+    "inspect-ai": ("openai",),
+    "langgraph": ("langchain", "langchain-openai"),
+    "autogen": ("autogen-agentchat",),
+}
+"""Packages that come along."""
 
 _REFUSED = {("openai", "embeddings")}
 _CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
-_ASKS = Path(__file__).with_name("asks.py")
+_ASKS, _FRAMEWORK_ASKS = (Path(__file__).with_name(name) for name in ("asks.py", "framework_asks.py"))
 
 
 async def fill(table: Table, names: Sequence[str]) -> bool:
@@ -87,16 +107,19 @@ async def _answers(name: str, url: str, calls_url: str) -> tuple[str, Answers]:
         return await ask_ai_sdk(url, calls_url)
     if name in AGENTS:
         return await ask_agent(name)
-    python = await asyncio.to_thread(python_with, CLIENTS[name], _MODULES.get(name, name.replace("-", "_")))
-    distribution = re.split(r"[\[=]", CLIENTS[name])[0]
-    told = json.loads(await output_of(python, _ASKS, name, distribution, url, calls_url))
+    module = _MODULES.get(name, name.replace("-", "_"))
+    requirement = FRAMEWORKS.get(name) or CLIENTS[name]
+    python = await asyncio.to_thread(python_with, requirement, module, *_OTHERS.get(name, ()))
+    distribution = re.split(r"[\[=]", requirement)[0]
+    program = _FRAMEWORK_ASKS if name in FRAMEWORKS else _ASKS
+    told = json.loads(await output_of(python, program, name, distribution, url, calls_url))
     return told["version"], told["answers"]
 
 
 def main(names: Sequence[str]) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     table = Table("client", "version", "asked", "answered")
-    is_right = run_async(fill(table, names or (*CLIENTS, AI_SDK, *AGENTS)))
+    is_right = run_async(fill(table, names or (*CLIENTS, *FRAMEWORKS, AI_SDK, *AGENTS)))
     Console(width=150).print(table)
     return 0 if is_right else 1
 

@@ -328,8 +328,13 @@ def answer_of(ask: Callable[[], object]) -> tuple[bool, str]:
         return False, f"{type(error).__name__}: {error}"
 
 
-if __name__ == "__main__":
+def tell(functions: dict[str, Any]) -> None:
+    """Print what the client of the arguments is answered; its function is among these."""
     name, distribution, url, calls_url = sys.argv[1:]
-    asks = globals()[f"ask_{name.replace('-', '_')}"](url, calls_url)
+    asks = functions[f"ask_{name.replace('-', '_')}"](url, calls_url)
     answers = [(what, *answer_of(ask)) for what, ask in asks]
     sys.stdout.write(json.dumps({"version": version(distribution), "answers": answers}))
+
+
+if __name__ == "__main__":
+    tell(globals())

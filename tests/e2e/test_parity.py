@@ -236,7 +236,7 @@ async def check_refusals(client: tandem.AsyncClient) -> None:
         ({"token_ids": [1], "temperature": -1}, "temperature"),
         ({"token_ids": [1], "top_p": 0.0}, "top_p"),
         ({"token_ids": [1], "top_logprobs": 21}, "top_logprobs"),
-        ({"token_ids": [1], "stop": ["x"] * 9}, "stop"),
+        ({"token_ids": [1], "stop": ["x"] * 17}, "stop"),
         ({"token_ids": [1], "n": 9}, "num_choices|n must"),
     ):
         with pytest.raises(tandem.InvalidRequest, match=message):

@@ -59,6 +59,7 @@ class Script:
     in_reasoning: bool = False
     adapters: tuple[str, ...] = ()
     sampling_defaults: pb.SamplingDefaults | None = None
+    stop_strings: tuple[str, ...] = ()
     more_models: tuple[pb.Model, ...] = ()
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
@@ -137,6 +138,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
             ready=True,
             adapters=self._script.adapters,
             sampling_defaults=self._script.sampling_defaults,
+            stop_strings=self._script.stop_strings,
             serving_since_unix_s=SERVING_SINCE_UNIX_S,
         )
 

@@ -248,7 +248,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "max_input_tokens", "max_total_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "ready", "tool_call_format", "has_reasoning", "is_encoder_decoder", "max_concurrent_requests", "adapters", "sampling_defaults", "serving_since_unix_s")
+    __slots__ = ("name", "max_input_tokens", "max_total_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "ready", "tool_call_format", "has_reasoning", "is_encoder_decoder", "max_concurrent_requests", "adapters", "sampling_defaults", "serving_since_unix_s", "stop_strings")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +263,7 @@ class Model(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     SERVING_SINCE_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_input_tokens: int
     max_total_tokens: int
@@ -277,7 +278,8 @@ class Model(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     sampling_defaults: SamplingDefaults
     serving_since_unix_s: int
-    def __init__(self, name: _Optional[str] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., ready: _Optional[bool] = ..., tool_call_format: _Optional[str] = ..., has_reasoning: _Optional[bool] = ..., is_encoder_decoder: _Optional[bool] = ..., max_concurrent_requests: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., serving_since_unix_s: _Optional[int] = ...) -> None: ...
+    stop_strings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., ready: _Optional[bool] = ..., tool_call_format: _Optional[str] = ..., has_reasoning: _Optional[bool] = ..., is_encoder_decoder: _Optional[bool] = ..., max_concurrent_requests: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ..., serving_since_unix_s: _Optional[int] = ..., stop_strings: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SamplingDefaults(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

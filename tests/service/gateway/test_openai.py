@@ -116,19 +116,6 @@ async def test_completions_echo_with_logprobs_for_several_prompts(gateway: Runni
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3 + 8, 4 * 4)
 
 
-async def test_scoring_a_prompt_generates_no_tokens(gateway: RunningGateway) -> None:
-    async with client_of(gateway) as client:
-        answer = await client.completions.create(model="fake", prompt="One", max_tokens=0, echo=True, logprobs=1)
-        with pytest.raises(openai.BadRequestError):
-            await client.completions.create(model="fake", prompt="One", max_tokens=0, echo=True, stream=True)
-    (choice,) = answer.choices
-    assert (choice.text, choice.finish_reason) == ("One", "length")
-    assert choice.logprobs is not None
-    assert choice.logprobs.tokens == ["O", "n", "e"]
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 0)
-
-
 async def test_completions_stream_interleaves_choices(gateway: RunningGateway) -> None:
     async with client_of(gateway) as client:
         stream = await client.completions.create(

@@ -135,7 +135,7 @@ async def test_errors_name_the_clients_member(
         (CHAT, {"min_tokens": 9, "max_tokens": 3}, "min_tokens", None, "min_tokens (9) must be <= max_tokens (3)"),
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", None, "must be one of"),
         (CHAT, {"logit_bias": {"1": 101}}, "logit_bias[1]", None, "must be in [-100, 100]"),
-        (CHAT, {"stop": ["a"] * 5}, "stop", None, "5 entries"),
+        (CHAT, {"stop": ["a"] * 17}, "stop", None, "17 entries"),
         (CHAT, {"guided_regex": "(a"}, "guided_regex", None, "guided_regex cannot be used"),
         (
             CHAT,

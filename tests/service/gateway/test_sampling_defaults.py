@@ -1,4 +1,4 @@
-"""What a model's generation_config.json recommends is for HTTP requests that leave it to the server."""
+"""What a model's generation_config.json recommends for HTTP requests that leave it to the server."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -73,3 +73,12 @@ async def test_without_recommended_values_the_defaults_are_the_protocols(path: s
     """As from routers of earlier versions."""
     async with running_gateway() as gateway:
         assert await sampled(gateway, path, BODIES[path]) == {"temperature": 1.0}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+async def test_models_with_stop_strings_are_asked_for_bytes(path: str) -> None:
+    """By which the gateway tells the tokens of a stop string, and does not count them."""
+    for stops in ((), ("###",)):
+        async with running_gateway(Script(stop_strings=stops)) as gateway:
+            assert (await gateway.post(path, BODIES[path])).status_code == 200
+            assert gateway.script.requests[-1].output.own_bytes is bool(stops)

@@ -288,6 +288,28 @@ async def test_clients_are_told_what_generation_config_recommends(
         await mesh.stop()
 
 
+@pytest.mark.parametrize("setting", ["auto", "none"])
+async def test_an_answer_ends_with_the_models_stop_strings(tmp_path: Path, setting: str) -> None:
+    """Unless the request has its own, as in transformers."""
+    folder = write_checkpoint(tmp_path)
+    (folder / "generation_config.json").write_text('{"stop_strings": ["ca", "zz"]}')
+    mesh = Mesh(folder, models=f"tiny={folder}", generation_config=setting)
+    await mesh.start()
+    try:
+        (model,) = models([(await mesh.stub.GetModel(generation_pb2.GetModelRequest())).model])
+        assert model.stop_strings == (("ca", "zz") if setting == "auto" else ())
+        await mesh.decode()
+        ask = {"token_ids": [5] * 6, "logit_bias": says("abc", at=0), "max_new_tokens": 7}
+        result = await mesh.generate(**ask)
+        assert result.text() == ("ab" if setting == "auto" else "abcabca")
+        assert (result.finish() == sampling_pb2.FINISH_REASON_STOP_SEQUENCE) is (setting == "auto")
+        for own in ({"stop": ["cc"]}, {"ignore_eos": True}):
+            result = await mesh.generate(**ask, **own)
+            assert (result.text(), result.finish()) == ("abcabca", sampling_pb2.FINISH_REASON_LENGTH)
+    finally:
+        await mesh.stop()
+
+
 def test_generation_config_is_auto_or_none() -> None:
     with pytest.raises(ConfigurationError, match="generation_config must be auto or none, got 'vllm'"):
         RouterSettings(model="m", generation_config="vllm")

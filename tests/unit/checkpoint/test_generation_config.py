@@ -1,11 +1,11 @@
-"""What generation_config.json recommends for sampling."""
+"""What generation_config.json recommends for sampling, and the stop strings that it names."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from checkpoint.generation_config import read_sampling_defaults
+from checkpoint.generation_config import read_sampling_defaults, read_stop_strings
 from mesh.domain.errors import ConfigurationError
 
 
@@ -46,3 +46,29 @@ def test_recommended_sampling_that_no_request_may_have_is_refused(tmp_path: Path
         ConfigurationError, match=f"generation_config.json: {next(iter(wrong))} must .*set generation_config to"
     ):
         read_sampling_defaults(write(tmp_path, wrong))
+
+
+@pytest.mark.parametrize(
+    ("named", "stops"), [(None, ()), ([], ()), ("###", ("###",)), (["###", "\nUser:"], ("###", "\nUser:"))]
+)
+def test_stop_strings(tmp_path: Path, named: object, stops: tuple[str, ...]) -> None:
+    """One or several, as in transformers."""
+    assert read_stop_strings(tmp_path) == ()
+    assert read_stop_strings(write(tmp_path, {"stop_strings": named})) == stops
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        (7, "stop_strings must be a text or a list of texts, got 7"),
+        ([7], "stop_strings must be a text or a list of texts"),
+        ({"###": 1}, "stop_strings must be a text or a list of texts"),
+        (False, "stop_strings must be a text or a list of texts"),
+        ("", "each stop string must have 1 to 256 characters"),
+        (["#" * 257], "each stop string must have 1 to 256 characters"),
+        (["#"] * 17, "stop has 17 strings, at most 16 are allowed"),
+    ],
+)
+def test_stop_strings_that_no_request_may_have_are_refused(tmp_path: Path, wrong: object, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"generation_config.json: {complaint}.*; .*set generation_config to"):
+        read_stop_strings(write(tmp_path, {"stop_strings": wrong}))

@@ -74,6 +74,13 @@ def test_the_stop_sequence_is_named_and_cut_off(texts: list[str], stops: Any, te
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", matched)
 
 
+def test_a_stop_string_of_the_model_ends_the_turn() -> None:
+    """It is in no request, and the router has cut it off."""
+    answer = message(["1 2", " 3 "], FinishReason.STOP_SEQUENCE)
+    assert [block["text"] for block in answer["content"]] == ["1 2 3 "]
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)
+
+
 def test_cached_tokens_are_counted_apart() -> None:
     answer = message(["a", "b"], FinishReason.EOS_TOKEN)
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("end_turn", None)

@@ -1,10 +1,10 @@
-"""Where the tokens of a completion begin in its text."""
+"""Where the tokens of a completion begin in its text, and the order of their alternatives."""
 
 import pytest
 
 from gateway.openai.requests import CompletionBody
 from gateway.openai.response_parts import CompletionLogprobs
-from tandem import Token
+from tandem import Token, TopToken
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,11 @@ def test_tokens_begin_where_their_text_does(pieces: list[bytes], offsets: list[i
     assert CompletionLogprobs(body).of(tokens)["text_offset"] == offsets
     logprobs = CompletionLogprobs(body)
     assert [logprobs.of([token])["text_offset"] for token in tokens] == [[offset] for offset in offsets]
+
+
+def test_alternatives_come_likeliest_first_behind_the_sampled_token() -> None:
+    """Clients show them as they come. The likelier of two tokens with one text counts."""
+    top = tuple(TopToken(number, text, -0.5 - number) for number, text in enumerate(("a", "b", "a", "c")))
+    logprobs = CompletionLogprobs(CompletionBody(prompt="x", logprobs=4))
+    [alternatives] = logprobs.of([Token(9, "z", -7.0, top=top)])["top_logprobs"]
+    assert list(alternatives.items()) == [("z", -7.0), ("a", -0.5), ("b", -1.5), ("c", -3.5)]

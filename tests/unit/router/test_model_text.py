@@ -21,7 +21,7 @@ from router.text.chat import TextPrompt
 from router.text.model_text import EncodedPrompt, Grammars, PromptEncoder
 from router.text.tokenizer import Tokenizer, max_token_chars
 from tests.defects import Repaired
-from tests.fakes.router_model import byte_level_tokenizer, write_checkpoint
+from tests.fakes.router_model import BOS, BOS_ID, EOS_ID, byte_level_tokenizer, write_checkpoint
 from tests.fakes.tokenizers import write_gpt2, write_llama, write_t5
 from tests.waiting import LIMIT_S
 
@@ -55,6 +55,16 @@ def test_the_tokenizers_end_token_ends_answers_too(tmp_path: Path) -> None:
     assert model.facts.eos_token_ids == {7, configured["eos_token_id"]} <= model.tokenizer.special_ids
     tokenizer_config.write_text(json.dumps(json.loads(tokenizer_config.read_text()) | {"eos_token": "none such"}))
     assert ServedModel.load("tiny", folder).facts.eos_token_ids == {7}
+
+
+def test_stop_strings_of_the_model_are_texts_or_end_tokens(tmp_path: Path) -> None:
+    """The name of a special token is in no text, so the token itself has to end answers."""
+    folder = write_checkpoint(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"stop_strings": ["###", BOS]}))
+    plain, model = (ServedModel.load("tiny", folder, with_recommended=each) for each in (False, True))
+    assert (plain.stop_strings, model.stop_strings) == ((), ("###",))
+    assert plain.facts.eos_token_ids == {EOS_ID}
+    assert model.facts.eos_token_ids == {EOS_ID, BOS_ID}
 
 
 def test_a_model_without_an_end_in_its_vocabulary_is_reported(tmp_path: Path) -> None:

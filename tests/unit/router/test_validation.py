@@ -8,7 +8,7 @@ import pytest
 
 from checkpoint.model_files import ModelFacts
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from mesh.domain.request import SamplingParams
+from mesh.domain.request import SamplingParams, Structure, StructureKind
 from router.served_model import LimitPolicy
 from router.settings import RouterSettings
 from router.text.chat import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
@@ -21,6 +21,7 @@ from router.validation import (
     check_prompt_ids,
     complete_sampling,
     require_prompt,
+    with_stop_strings,
 )
 from router.workers.membership import capacity_tokens
 from tests.fakes.router_views import decode
@@ -180,7 +181,7 @@ def complete(num_prompt_tokens: int = 6, spellings: tuple[tuple[int, ...], ...] 
         ({"bad_words": (" ",)}, "each of bad_words"),
         ({"bad_word_ids": ((),)}, "each bad word must have 1 to 128 tokens"),
         ({"bad_word_ids": ((1, 50),)}, "bad_word_ids: token id 50"),
-        ({"stop": ("a",) * 5}, "stop has 5 strings"),
+        ({"stop": ("a",) * 17}, "stop has 17 strings"),
         ({"stop_token_ids": (50,)}, "stop_token_ids: token id 50"),
         ({"logit_bias": {50: 1.0}}, "logit_bias: token id 50"),
     ],
@@ -206,3 +207,20 @@ def test_spellings_of_bad_words_are_checked_as_the_clients_own() -> None:
     ):
         with pytest.raises(InvalidRequest, match=complaint):
             complete(bad_words=("a",), bad_word_ids=((1,),), spellings=spellings)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_used"),
+    [
+        ({}, True),
+        ({"stop_token_ids": (3,)}, True),
+        ({"stop": ("own",)}, False),
+        ({"ignore_eos": True}, False),
+        ({"structure": Structure(StructureKind.JSON_OBJECT)}, False),
+    ],
+)
+def test_the_models_stop_strings_are_for_requests_without_their_own(sampling: dict[str, Any], is_used: bool) -> None:
+    params = GenerateParams(PROMPT, SamplingParams(**sampling))
+    assert with_stop_strings(params, ()) is params
+    stops = ("###", "User:")
+    assert with_stop_strings(params, stops).sampling.stop == (stops if is_used else params.sampling.stop)

@@ -12,6 +12,7 @@ import sys
 
 from mesh.interrupts import run_async, run_program
 from mesh.process import raise_open_files
+from mesh.tasks import cancel_all
 
 _DRIP_S = 1.0
 _RECONNECT_S = 0.5
@@ -50,9 +51,7 @@ async def _run(port: int, num_idle: int, num_dripping: int) -> None:
         await arrived.acquire()
     print("all connected", flush=True)
     await asyncio.to_thread(sys.stdin.read)
-    for client in clients:
-        client.cancel()
-    await asyncio.gather(*clients, return_exceptions=True)
+    await cancel_all(clients)
 
 
 def main() -> None:

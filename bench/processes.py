@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import psutil
 
+from mesh.domain.host import format_cores
+
 
 def on_cores(cores: Iterable[int], *command: str) -> tuple[str, ...]:
     """The command on these cores.
@@ -11,7 +13,7 @@ def on_cores(cores: Iterable[int], *command: str) -> tuple[str, ...]:
     Not by `preexec_fn`: Python forks for it, and gRPC's threads of this process then begin anew in a child that has
     closed their files, which ends it now and then.
     """
-    return ("taskset", "--cpu-list", ",".join(map(str, sorted(cores))), *command)
+    return ("taskset", "--cpu-list", format_cores(tuple(sorted(cores))), *command)
 
 
 def cpu_s(*processes: psutil.Process) -> float:

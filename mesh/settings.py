@@ -241,7 +241,7 @@ def refuse_misspelt(environ: Mapping[str, str], names: Collection[str]) -> None:
     for variable in environ:
         name = variable.removeprefix(ENV_PREFIX).lower()
         if variable.startswith(ENV_PREFIX) and name not in names and (near := near_name(name, names)):
-            raise ConfigurationError(f"{variable} is unknown: did you mean {ENV_PREFIX}{near.upper()}?")
+            raise ConfigurationError(f"{variable} is unknown: did you mean {env_name(near)}?")
 
 
 def _convert(name: str, raw: object, hint: object, origin: str) -> object:

@@ -78,7 +78,7 @@ class PromptEncoder:
             raise ConfigurationError(
                 "input_tokens stands for a random prompt, which is no text: give prompt or messages"
             )
-        return self._known(job.token_ids)
+        return self._known(job.token_ids, "give ids of this model, or prompt")
 
     def answer(self, text: str) -> tuple[int, ...]:
         """Token ids of an answer, as they follow those of its prompt."""
@@ -87,15 +87,13 @@ class PromptEncoder:
     def _ids(self, text: str, *, is_chat: bool) -> tuple[int, ...]:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
-        return self._known(tuple(self._tokenizer.encode(text, add_special_tokens=not is_chat).ids))
+        ids = tuple(self._tokenizer.encode(text, add_special_tokens=not is_chat).ids)
+        return self._known(ids, "the tokenizer in its folder is that of another model")
 
-    def _known(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+    def _known(self, ids: tuple[int, ...], hint: str) -> tuple[int, ...]:
         """`ids`. Raises ConfigurationError for a token that the model does not have."""
         if ids and max(ids) >= self._vocab_size:
-            raise ConfigurationError(
-                f"token {max(ids)} is not in the model's vocabulary of {self._vocab_size}: give ids of this model, or "
-                "prompt"
-            )
+            raise ConfigurationError(f"token {max(ids)} is not in the model's vocabulary of {self._vocab_size}: {hint}")
         return ids
 
     def _render(self, job: Job) -> str:

@@ -36,7 +36,7 @@ _WITHOUT = {
     "prefill": "decode workers compute prompts beside their answers",
     "decode": "new requests wait for the router's no_worker_timeout_s, and fail unless one is back by then",
 }
-_NO_ANSWER = (tandem.ConnectionFailed, tandem.Cancelled, tandem.DeadlineExceeded)
+_NO_ANSWER = (tandem.ConnectionFailed, tandem.DeadlineExceeded)
 """Errors of a router that restarts."""
 
 

@@ -23,6 +23,7 @@ from tandem.exceptions import ConnectionFailed, InvalidRequest, NoWorkers, Overl
 
 ERROR_KEY = "tandem-error"
 RETRY_AFTER_KEY = "retry-after-ms"
+_STOPPING = "RouterStopping"
 _NO_CONNECTION = "failed to connect"
 # Messages of gRPC for a connection that was established and lost. Proxies have other messages. A server that stops says
 # "Cancelling all calls" in its last GOAWAY.
@@ -54,7 +55,7 @@ ERROR_BY_NAME: Mapping[str, type[TandemError]] = MappingProxyType(
         "PermissionDenied": exceptions.PermissionDenied,
         "Overloaded": exceptions.Overloaded,
         "NoWorkers": exceptions.NoWorkers,
-        "RouterStopping": exceptions.ConnectionFailed,
+        _STOPPING: exceptions.ConnectionFailed,
         "AttemptsFailed": exceptions.InternalError,
         "ModelFailed": exceptions.ModelFailed,
         "DeadlineExceeded": exceptions.DeadlineExceeded,
@@ -108,10 +109,9 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError
         if ERROR_KEY not in trailing and "metadata size exceeds" in details:
             return exceptions.InternalError(f"the headers between {address} and this client are too large: {details}")
         return Overloaded(details, retry_after_s=_retry_after_s(trailing))
-    if cls is ConnectionFailed and ERROR_KEY in trailing:
-        return ConnectionFailed(details, broke=True)
-    if rpc_error.code() is grpc.StatusCode.CANCELLED and ERROR_KEY not in trailing:
-        return ConnectionFailed(f"{address} ended the call: {details}", broke=True)
+    if cls is ConnectionFailed and (ERROR_KEY in trailing or rpc_error.code() is grpc.StatusCode.CANCELLED):
+        stopped = trailing.get(ERROR_KEY) == _STOPPING
+        return ConnectionFailed(f"{address} ended the call: {details}", broke=True, stopped=stopped)
     if cls is ConnectionFailed:
         broke = not details.startswith(_NO_CONNECTION) and any(sign in details for sign in _BROKEN_SIGNS)
         if broke:
@@ -190,10 +190,13 @@ class RetryPolicy:
 
 @dataclass(slots=True)
 class Losses:
-    """The connections that broke under one call, which may have reached their routers."""
+    """The connections that broke under one call, which may have been the cause. It is not where a router stops."""
 
     limit: int
     count: int = 0
+
+    def add(self, loss: ConnectionFailed) -> None:
+        self.count += not loss.stopped
 
     @property
     def are_too_many(self) -> bool:

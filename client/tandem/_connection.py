@@ -3,8 +3,8 @@
 A router holds no state that another router would need: a request determines its answer completely, including random
 draws, which depend on the seed. A call whose connection breaks is therefore sent again, to the next router or to the
 same address once a router answers there. Tokens that the caller already has are removed from the new answer
-(EventReader), so the caller only notices a pause. This applies to connections that break or cannot be made. Any other
-error status from a router is the result of the call.
+(EventReader), so the caller only notices a pause. This applies to connections that break or cannot be made, and to
+calls that a router cuts off because it stops. Any other error status from a router is the result of the call.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, retrying
-from tandem._routers import Channels, Router, Routers, Stubs
-from tandem.exceptions import ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
+from tandem._routers import Channels, ClosedClient, Router, Routers, Stubs
+from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
 from tandem.v1 import generation_pb2
 
 R = TypeVar("R")
@@ -114,22 +114,28 @@ class Connection:
         because a router may have started to process the request.
         """
         broke: ConnectionFailed | None = None
-        losses = losses or Losses(_MAX_LOSSES)
+        losses, has_begun = losses or Losses(_MAX_LOSSES), False
 
         async def one_round() -> R:
-            nonlocal broke
+            nonlocal broke, has_begun
             error: TandemError | None = None
             for router in self._routers:
                 try:
                     return await attempt(router, deadline.remaining_s())
+                except ClosedClient:
+                    if has_begun:
+                        raise Cancelled("the client was closed") from None
+                    raise
                 except ELSEWHERE as failure:
                     self._routers.avoid(router)
                     error = failure
                     if isinstance(failure, ConnectionFailed) and failure.broke:
                         broke = failure
-                        losses.count += 1
+                        losses.add(failure)
                         if losses.are_too_many:
                             break
+                finally:
+                    has_begun = True
             assert error is not None  # there is at least one router
             raise error
 
@@ -270,7 +276,7 @@ class ResumableStream:
                 await self._stream.read()
         except ConnectionFailed as loss:
             if self._stream is not None:
-                self._losses.count += 1  # `open_stream` counts its own
+                self._losses.add(loss)  # `open_stream` adds its own
             elif not loss.broke:
                 raise  # no router has accepted the call
             if self._is_complete():
@@ -303,6 +309,10 @@ class ResumableStream:
             stream = await self._connection.open_stream(
                 self._request, self._deadline, _UNLIMITED_RETRIES, retry_deadline, self._losses
             )
+        except ClosedClient:
+            raise Cancelled("the client was closed") from None
+        except Cancelled:
+            raise
         except TandemError as error:
             if not self._deadline.remaining_s():
                 raise DeadlineExceeded(f"out of time while looking for a router: {loss}") from error

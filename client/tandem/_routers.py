@@ -132,6 +132,10 @@ class Stubs:
     mesh: Any
 
 
+class ClosedClient(RuntimeError):
+    """A call of a client that is closed."""
+
+
 class _UserOfGrpc:
     """The process that has first used gRPC. In its forks, calls of grpc.aio would hang and ignore their timeouts."""
 
@@ -169,7 +173,7 @@ class Router:
         """The stubs of this router. Raises RuntimeError after `close()`, in a fork of a process that has used some
         router, and in another event loop than the one in use."""
         if self._closed:
-            raise RuntimeError("this client is closed")
+            raise ClosedClient("this client is closed")
         _USER_OF_GRPC.require_same()
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop.is_closed():

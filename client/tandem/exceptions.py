@@ -69,12 +69,14 @@ class Cancelled(TandemError):
 class ConnectionFailed(TandemError):
     """The server cannot be reached, or the connection broke or the server stopped before the answer was complete.
 
-    `broke` means that a connection existed, so the server may have started to process the call.
+    `broke` means that a connection existed, so the server may have started to process the call; `stopped`, that the
+    server has said that it stops.
     """
 
-    def __init__(self, message: str, *, broke: bool = False) -> None:
+    def __init__(self, message: str, *, broke: bool = False, stopped: bool = False) -> None:
         super().__init__(message)
         self.broke = broke
+        self.stopped = stopped
 
 
 class ServerMisconfigured(TandemError):

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.kv.dtypes import as_bytes, as_stored
+from engine.kv.dtypes import as_bytes, pair_as_stored
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import Span
 
@@ -205,8 +205,9 @@ class AttentionBackend(Protocol):
         layer_cache: see `attend`.
         """
         slots = as_bytes(layer_cache).flatten(1, 2)  # [planes, num_slots, num_kv_heads, head_dim]
-        for to, rows in zip(slots, (keys, values), strict=False):  # with one plane, keys are values
-            to.index_copy_(0, slot_mapping, as_bytes(as_stored(rows, layer_cache.dtype)))
+        pair = pair_as_stored(keys, values, layer_cache.dtype)
+        for to, rows in zip(slots, pair[-len(slots) :], strict=True):  # with one plane, keys are values
+            to.index_copy_(0, slot_mapping, as_bytes(rows))
 
     def attend(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from engine.attention.backend import AttentionBackend, AttentionShape, Chunk, ForwardMetadata
-from engine.kv.dtypes import as_bytes, as_stored
+from engine.kv.dtypes import as_bytes, pair_as_stored
 
 # Limit on the elements of a mask; longer chunks are split into tiles of queries.
 MAX_MASK_ELEMENTS = 2**24
@@ -35,7 +35,8 @@ class TorchAttention(AttentionBackend):
         sinks: Tensor | None = None,
     ) -> Tensor:
         # A chunk sees its own tokens as later steps do, so that cuts of a prompt and replays change nothing.
-        keys, values = as_stored(keys, layer_cache.dtype), as_stored(values, layer_cache.dtype)
+        keys, values = pair_as_stored(keys, values, layer_cache.dtype)
+        keys = keys if len(layer_cache) > 1 else values
         self.write(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         if metadata.num_decodes:

@@ -77,6 +77,10 @@ def write_rows(
     to = cache + tl.load(slots + token) * ROW + columns
     key = tl.load(keys + token * key_stride + head * key_head_stride + dim, mask=is_column)
     value = tl.load(values + token * value_stride + head * value_head_stride + dim, mask=is_column)
+    if cache.dtype.element_ty == tl.float16:
+        # As in `dtypes.pair_as_stored`: a key of 65,520 becomes infinity.
+        largest = tl.max(tl.where(is_column, tl.abs(key.to(tl.float32)), 0.0), 0)
+        value = tl.where(largest >= 65520.0, float("nan"), value.to(tl.float32))
     if cache.dtype.element_ty == tl.uint8:
         key = _to_e4m3(key)
         value = _to_e4m3(value)

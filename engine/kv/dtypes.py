@@ -20,6 +20,16 @@ def as_stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.to(dtype)
 
 
+def pair_as_stored(keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [..., head_dim] as a cache of this type holds them. A key too large for float16 becomes infinity,
+    of whose score softmax may make any number: its value becomes NaN, so that all who see it fail.
+    """
+    keys, values = as_stored(keys, dtype), as_stored(values, dtype)
+    if dtype == torch.float16:
+        values = values.masked_fill(~keys.isfinite().all(-1, keepdim=True), float("nan"))
+    return keys, values
+
+
 def as_bytes(numbers: Tensor) -> Tensor:
     """fp8 as bytes, which torch and Triton move on every device; other types as they are."""
     return numbers.view(torch.uint8) if numbers.dtype == FP8 else numbers

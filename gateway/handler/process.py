@@ -26,6 +26,7 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
 from mesh.process import handing_over, run_for_life
+from mesh.settings import as_flags
 from mesh.tasks import backoff_s, cancel_all
 
 log = structlog.get_logger(__name__)
@@ -200,18 +201,18 @@ class HandlerProcess:
     async def _spawn(self, path: str) -> asyncio.subprocess.Process:
         Path(path).unlink(missing_ok=True)  # noqa: ASYNC240  (left by a process that is gone)
         settings = self._settings
-        flags_by_name = {
-            "file": settings.handler,
-            "function": settings.handler_function,
-            "socket": path,
-            "router": settings.router,
-            "gateway-pid": os.getpid(),
-        }
-        flags = [f"--{name}={value}" for name, value in flags_by_name.items()]
+        flags = as_flags(
+            file=settings.handler,
+            function=settings.handler_function,
+            socket=path,
+            router=settings.router,
+            gateway_pid=os.getpid(),
+            follow_stdin=True,
+        )
         environ = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         with handing_over({"TANDEM_HANDLER_PROPERTIES": settings.handler_properties}) as (extra, secrets_fd):
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "gateway.handler", *flags, "--follow-stdin"),
+                *(sys.executable, "-m", "gateway.handler", *flags),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,

@@ -82,7 +82,7 @@ class PrefillClient:
     def _error_for_request(self, worker: WorkerInfo, error: MeshError) -> MeshError:
         """Return the error that the failed call means for the request."""
         status = _status_of_grpc(error)
-        if status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # on any worker: another attempt would be in vain, too
+        if status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # which it would be for any worker
             return AttemptsFailed(f"a message about the prompt is too large: {error}")
         is_closed = isinstance(error, WorkerLost) and not isinstance(error.__cause__, grpc.aio.AioRpcError)
         if is_closed or status is grpc.StatusCode.UNAVAILABLE:

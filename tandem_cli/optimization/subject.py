@@ -81,8 +81,8 @@ class Subject:
         reason = why_eager(settings, config, layout)
         machine = Machine(device.type, free_bytes, len(available_cores()), reason)
         encoder = PromptEncoder(folder, config.vocab_size)
-        prompts = tuple(_encoded(encoder, number, question) for number, question in enumerate(questions, start=1))
-        references = tuple(encoder.answer(question.reference or "") for question in questions)
+        pairs = [_encoded(encoder, number, question) for number, question in enumerate(questions, start=1)]
+        prompts, references = tuple(prompt for prompt, _ in pairs), tuple(reference for _, reference in pairs)
         base = precision_of(settings, config)
         return cls(name, folder, config, base, machine, prompts, references)
 
@@ -144,10 +144,10 @@ class Subject:
         return reasons
 
 
-def _encoded(encoder: PromptEncoder, number: int, question: Question) -> tuple[int, ...]:
-    """Raises ConfigurationError with the number of the prompt."""
+def _encoded(encoder: PromptEncoder, number: int, question: Question) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The prompt and the reference. Raises ConfigurationError with the number of the prompt."""
     try:
-        return encoder.encode(question.job)
+        return encoder.encode(question.job), encoder.answer(question.reference or "")
     except (ConfigurationError, InvalidRequest) as error:
         raise ConfigurationError(f"--data, prompt {number}: {error}") from error
 

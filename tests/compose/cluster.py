@@ -12,7 +12,7 @@ import httpx2
 import tandem
 from tests.compose.engine import READY_S, ROOT, compose_command, docker, free_port
 
-NUM_TOKENS = 600
+NUM_TOKENS = 1500
 PROMPTS = ("The opposite of hot is", "Spell tandem.", "What is 17 + 25?", "Once upon a time", "A B C", "One two three")
 GREEDY = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.0}
 

@@ -130,8 +130,6 @@ _POWERS = tuple(
     float(np.float32(c))
     for c in (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 )
-TINY = ir.Constant(FLOAT, 1e-20)
-"""Least magnitude that a row is scaled by, so that a row of zeros has a scale."""
 _ZEROS = ir.Constant(INTS, [0] * LANES)
 _FP16_OF_FP8 = -0x4001
 """The bits of fp16 that a sign-extended byte of fp8 fills, shifted by 7: all but the highest of the exponent."""
@@ -388,13 +386,3 @@ class Loop:
     index: Value
     carried: list[Value]
     next: list[Value]
-
-
-def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
-    """Write code that computes the largest absolute value of a row, at least TINY."""
-    at = emit.pointer(values)
-    with emit.loop(num_vectors, [constant(FLOATS, TINY.constant)]) as loop:
-        read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
-        magnitude = emit.call("llvm.fabs.v16f32", FLOATS, read)
-        loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, loop.carried[0], magnitude))
-    return emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, loop.next[0])

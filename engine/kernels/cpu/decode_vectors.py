@@ -23,7 +23,6 @@ from engine.kernels.cpu.compiler import (
     INT32,
     INT64,
     INTS,
-    TINY,
     Builder,
     CodeContext,
     Emitter,
@@ -35,7 +34,6 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
-    largest_of,
 )
 from engine.kernels.cpu.kv_segments import SIGN_BITS, scales_at, vector_at
 from engine.kernels.cpu.machine import (
@@ -49,7 +47,16 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
 )
 from engine.kernels.cpu.parts import select_by_dtype
-from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, shorts_of, write_float
+from engine.kernels.cpu.vectors import (
+    TINY_BITS,
+    largest_lane,
+    largest_magnitude,
+    largest_of,
+    magnitudes,
+    quantise_vectors,
+    shorts_of,
+    write_float,
+)
 
 _HALF = KEYS // 2
 _INTP = types.intp
@@ -355,8 +362,12 @@ def _round_weights(emit: Emitter, at: Value, scales: Value) -> Value:
     """
     builder = emit.builder
     most = _LIMB_LEVELS if knows_vnni() else _SHORT_LEVELS
-    scaled = builder.fmul(emit.load(at, FLOATS), scales)
-    largest = emit.call("llvm.maxnum.f32", FLOAT, emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, scaled), TINY)
+    weights, nothing = emit.load(at, FLOATS), constant(INTS, 0)
+    # Not every weight of 0 times its scale: that of a hidden token, such as a draft, may be NaN.
+    is_hidden = builder.icmp_signed("==", builder.bitcast(weights, INTS), nothing)
+    scaled = builder.select(is_hidden, builder.bitcast(nothing, FLOATS), builder.fmul(weights, scales))
+    bits = emit.call("llvm.smax.v16i32", INTS, magnitudes(emit, scaled), constant(INTS, TINY_BITS))
+    largest = largest_lane(emit, bits)
     levels = emit.rounded(builder.fmul(scaled, emit.splat(builder.fdiv(FLOAT(most), largest))))
     if knows_vnni():
         for i, limb in enumerate((builder.lshr(levels, constant(INTS, 8)), levels)):

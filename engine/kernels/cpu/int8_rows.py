@@ -10,15 +10,14 @@ import numpy as np
 
 from engine.kernels.cpu.arguments import Bytes, Floats
 from engine.kernels.cpu.compiler import entry, jit
-
-_TINY_BITS = int(np.float32(1e-20).view(np.int32))
+from engine.kernels.cpu.vectors import TINY_BITS
 
 
 @jit
 def _quantise_row(row: Floats, levels: np.float32, q: Bytes) -> np.float32:
     """Quantise a row to q; returns the row's scale."""
     bits = row.view(np.int32)
-    largest = np.int32(_TINY_BITS)
+    largest = np.int32(TINY_BITS)
     for i in range(len(row)):
         magnitude = bits[i] & np.int32(0x7FFFFFFF)
         largest = magnitude if magnitude > largest else largest

@@ -41,7 +41,6 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
-    largest_of,
 )
 from engine.kernels.cpu.machine import (
     GROUP,
@@ -52,6 +51,7 @@ from engine.kernels.cpu.machine import (
     knows_avx512,
 )
 from engine.kernels.cpu.parts import select_by_dtype
+from engine.kernels.cpu.vectors import largest_of
 
 SIGN_BITS = 0x80
 _NOTHING = np.float32(-0.0)
@@ -276,17 +276,9 @@ def misfit(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, ele
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         if bits == 32:
             return FLOAT(_NOTHING)
-        emit, largest = Emitter(context, builder), "llvm.umax.v16i32"
-        values_at = emit.pointer(args[0])
-        with emit.loop(args[1], [constant(INTS, 0)]) as loop:
-            magnitudes = builder.and_(
-                emit.load(vector_at(emit, values_at, loop.index), INTS), constant(INTS, 0x7FFFFFFF)
-            )
-            loop.next.append(emit.call(largest, INTS, loop.carried[0], magnitudes))
-        highest = emit.call("llvm.vector.reduce.umax.v16i32", INT32, loop.next[0])
-        return builder.select(
-            builder.icmp_unsigned("<", highest, INT32(_TOO_LARGE_BITS)), FLOAT(_NOTHING), FLOAT(math.nan)
-        )
+        highest = builder.bitcast(largest_of(Emitter(context, builder), args[0], args[1]), INT32)
+        fits = builder.icmp_unsigned("<", highest, INT32(_TOO_LARGE_BITS))
+        return builder.select(fits, FLOAT(_NOTHING), FLOAT(math.nan))
 
     return types.float32(_INTP, _INTP, element), generate
 

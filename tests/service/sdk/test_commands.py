@@ -227,7 +227,7 @@ def test_what_the_sdk_refuses_is_a_wrong_command(run: Run, tmp_path: Path, repai
 def test_watching_goes_on_while_no_router_answers(
     run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], repaired: Repaired
 ) -> None:
-    answers = iter([None, tandem.ConnectionFailed("nothing listens there"), tandem.Cancelled("stopping"), None])
+    answers = iter([None, tandem.ConnectionFailed("nothing listens there"), tandem.DeadlineExceeded("too slow"), None])
     ask = tandem.Client.mesh
 
     def mesh(client: tandem.Client, *, timeout: float | None = None) -> tandem.Mesh:
@@ -240,7 +240,7 @@ def test_watching_goes_on_while_no_router_answers(
     status, out, err = run("workers", "--watch", "--interval", "0", *flags)
     assert (status, next(answers, "all asked"), "prefill-0" in out) == (0, "all asked", True)
     if flags:
-        assert err == "tandem: nothing listens there\ntandem: stopping\n"
+        assert err == "tandem: nothing listens there\ntandem: too slow\n"
         assert [len(json.loads(line)["workers"]) for line in out.splitlines()] == [2, 2]
     repaired("D29", "shows the error and goes on")
 

@@ -10,9 +10,13 @@ import grpc
 import pytest
 
 import tandem
+from tandem import _connection
+from tandem._calls import Deadline
+from tandem._routers import Router
 from tests.defects import Repaired
 from tests.fakes.resetting_proxy import resetting_proxy
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script, running_router
+from tests.waiting import until
 
 BROKE = Refusal(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 STOPPING = Refusal(grpc.StatusCode.UNAVAILABLE, "this router is stopping", (("tandem-error", "RouterStopping"),))
@@ -160,6 +164,51 @@ async def test_a_call_that_breaks_every_router_is_given_up() -> None:
             with pytest.raises(tandem.ConnectionFailed, match="Socket closed"):
                 await client.generate(prompt="")
         assert len(router.script.requests) == 5
+
+
+async def test_routers_that_stop_one_after_the_other_are_not_the_calls_fault() -> None:
+    async with running_router() as router:
+        router.script.refusals = deque(dataclasses.replace(STOPPING, after_messages=n) for n in range(1, 9))
+        async with client_of(router) as client:
+            assert (await client.generate(prompt="")).text == STORY
+        assert len(router.script.requests) == 9
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["in a check", "between two checks"])
+async def test_a_client_that_is_closed_while_its_stream_looks_for_a_router(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    is_serving, checked = _connection._is_serving, asyncio.Event()
+
+    async def check(router: Router, deadline: Deadline) -> bool:
+        serving = await is_serving(router, deadline)
+        checked.set()
+        return serving
+
+    monkeypatch.setattr(_connection, "_is_serving", check)
+    async with running_router() as router:
+        router.script.refusals = breaks_after(2)
+        await router.set_serving(False)
+        router.health.hangs = hangs
+        client = tandem.AsyncClient(router.address, timeout=LIMIT_S)
+        call = asyncio.create_task(client.generate(prompt=""))
+        await asyncio.wait_for((router.health.asked if hangs else checked).wait(), LIMIT_S)
+        await client.close()
+        with pytest.raises(tandem.Cancelled, match="the client was closed"):
+            await call
+
+
+async def test_a_client_that_is_closed_while_a_call_waits_to_be_sent_again() -> None:
+    async with running_router() as router:
+        router.script.refusals = deque([Refusal(grpc.StatusCode.UNAVAILABLE)] * 100)
+        client = tandem.AsyncClient(router.address, timeout=LIMIT_S, max_retries=90)
+        call = asyncio.create_task(client.generate(prompt=""))
+        await until(lambda: len(router.script.requests) > 1)
+        await client.close()
+        with pytest.raises(tandem.Cancelled, match="the client was closed"):
+            await call
+        with pytest.raises(RuntimeError, match="closed"):  # a mistake: it has not begun before
+            await client.generate(prompt="")
 
 
 async def test_a_call_that_breaks_every_router_before_its_first_token_is_given_up() -> None:

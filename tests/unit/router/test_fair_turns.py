@@ -71,7 +71,7 @@ async def test_waiting_text_is_bounded_in_all_and_by_tenant() -> None:
     assert not desk.turns._chars
 
 
-async def test_work_that_has_begun_keeps_its_slot_when_its_caller_leaves() -> None:
+async def test_work_that_has_begun_keeps_its_turn_when_its_caller_leaves() -> None:
     desk = Desk(FairTurns())
     left, stays = desk.bring("left"), desk.bring("stays")
     await settled()
@@ -85,12 +85,12 @@ async def test_work_that_has_begun_keeps_its_slot_when_its_caller_leaves() -> No
     assert await stays == "stays"
 
 
-async def test_a_caller_that_leaves_as_a_slot_is_passed_on_does_not_pass_it_on_again() -> None:
+async def test_a_caller_that_leaves_as_a_turn_is_passed_on_does_not_pass_it_on_again() -> None:
     desk = Desk(FairTurns())
     tasks = [desk.bring("runs"), desk.bring("leaves")]
     await settled()
     desk.ends["runs"].set_result("runs")
-    await asyncio.sleep(0)  # the work ends now; its slot is passed on in the next turn
+    await asyncio.sleep(0)  # the work ends now; its turn is passed on in the loop's next one
     tasks[1].cancel()
     await settled()
     tasks += [desk.bring("first"), desk.bring("second")]

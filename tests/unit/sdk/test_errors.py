@@ -27,7 +27,7 @@ def test_the_servers_own_errors_keep_their_kind(name: str) -> None:
     code, trailing = status_of(sent)
     error = error_from_rpc(AioRpcError(code, Metadata(), Metadata(*trailing), str(sent)), "host:1")
     assert type(error) is ERROR_BY_NAME[name]
-    assert str(error) == "the reason"
+    assert str(error) == ("host:1 ended the call: the reason" if name == "RouterStopping" else "the reason")
 
 
 def test_every_error_a_client_may_see_is_in_the_table() -> None:
@@ -83,19 +83,19 @@ def test_a_connection_that_a_stopping_router_ends_is_a_broken_one(said: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("code", "trailing", "shown"),
+    ("code", "trailing", "stopped"),
     [
-        (grpc.StatusCode.UNAVAILABLE, {"tandem_error": "RouterStopping"}, "it stops"),
-        (grpc.StatusCode.CANCELLED, {}, "host:1 ended the call: it stops"),
+        (grpc.StatusCode.UNAVAILABLE, {"tandem_error": "RouterStopping"}, True),
+        (grpc.StatusCode.CANCELLED, {}, False),
     ],
 )
 def test_a_call_that_a_stopping_router_ends_is_a_broken_one(
-    code: grpc.StatusCode, trailing: dict[str, str], shown: str
+    code: grpc.StatusCode, trailing: dict[str, str], stopped: bool
 ) -> None:
     error = error_from_rpc(rpc_error(code, "it stops", **trailing), "host:1")
     assert isinstance(error, tandem.ConnectionFailed)
-    assert error.broke
-    assert str(error) == shown
+    assert (error.broke, error.stopped) == (True, stopped)
+    assert str(error) == "host:1 ended the call: it stops"
 
 
 @pytest.mark.parametrize(("sent", "expected_s"), [("1500", 1.5), ("soon", None), ("-1", None)])

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from triton.runtime.errors import InterpreterError
 
 from engine.attention import triton_kernels, triton_paged
-from engine.attention.backend import AttentionShape
+from engine.attention.backend import AttentionBackend, AttentionShape
+from engine.attention.torch_sdpa import TorchAttention
 from engine.attention.triton_paged import FEW_QUERIES, SPLIT_TOKENS, TritonAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kv.dtypes import FP8, as_bytes, as_stored
@@ -133,6 +135,19 @@ def test_a_mistake_in_a_kernel_would_be_found_out(
     # Some read what nobody has written, which may be no numbers: the interpreter stops at those.
     with pytest.raises((AssertionError, InterpreterError), match=r"differs|invalid value"):
         require_near(case, CPU)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("make", [lambda shape: TritonAttention(shape, CPU), TorchAttention], ids=["triton", "torch"])
+def test_a_key_that_does_not_fit(make: Callable[[AttentionShape], AttentionBackend], softcap: float | None) -> None:
+    """Its value is NaN: softmax may make any number of its score."""
+    case = Case(replace(GROUPED, softcap=softcap), [(0, 17)], kv_dtype=torch.float16)
+    given = random_inputs(case, CPU)
+    given.keys[5, 0, 3] = -1e6
+    arguments = given.queries, given.keys, given.values, given.cache, None, given.metadata
+    with np.errstate(invalid="ignore", over="ignore"):  # of the interpreter
+        out = make(case.shape).attend(*arguments)
+    assert out[5:].isnan().all()
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float16, FP8])

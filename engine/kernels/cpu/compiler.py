@@ -130,6 +130,8 @@ _POWERS = tuple(
     float(np.float32(c))
     for c in (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 )
+TINY_BITS = 0x1E3CE508
+"""The bits of TINY, 1e-20, the least magnitude that a row is scaled by: so a row of zeros has a scale."""
 _ZEROS = ir.Constant(INTS, [0] * LANES)
 _FP16_OF_FP8 = -0x4001
 """The bits of fp16 that a sign-extended byte of fp8 fills, shifted by 7: all but the highest of the exponent."""
@@ -386,3 +388,13 @@ class Loop:
     index: Value
     carried: list[Value]
     next: list[Value]
+
+
+def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
+    """Write code for a row's largest magnitude, at least TINY; NaN, which only its bits tell, if the row has one."""
+    at = emit.pointer(values)
+    with emit.loop(num_vectors, [constant(INTS, TINY_BITS)]) as loop:
+        read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(VECTOR_BYTES))), INTS)
+        magnitudes = emit.builder.and_(read, constant(INTS, 0x7FFFFFFF))
+        loop.next.append(emit.call("llvm.smax.v16i32", INTS, loop.carried[0], magnitudes))
+    return emit.builder.bitcast(emit.call("llvm.vector.reduce.smax.v16i32", INT32, loop.next[0]), FLOAT)

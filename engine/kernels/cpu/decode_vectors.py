@@ -23,6 +23,7 @@ from engine.kernels.cpu.compiler import (
     INT32,
     INT64,
     INTS,
+    TINY_BITS,
     Builder,
     CodeContext,
     Emitter,
@@ -34,6 +35,7 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
+    largest_of,
 )
 from engine.kernels.cpu.kv_segments import SIGN_BITS, scales_at, vector_at
 from engine.kernels.cpu.machine import (
@@ -47,16 +49,7 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
 )
 from engine.kernels.cpu.parts import select_by_dtype
-from engine.kernels.cpu.vectors import (
-    TINY_BITS,
-    largest_lane,
-    largest_magnitude,
-    largest_of,
-    magnitudes,
-    quantise_vectors,
-    shorts_of,
-    write_float,
-)
+from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, shorts_of, write_float
 
 _HALF = KEYS // 2
 _INTP = types.intp
@@ -366,8 +359,9 @@ def _round_weights(emit: Emitter, at: Value, scales: Value) -> Value:
     # Not every weight of 0 times its scale: that of a hidden token, such as a draft, may be NaN.
     is_hidden = builder.icmp_signed("==", builder.bitcast(weights, INTS), nothing)
     scaled = builder.select(is_hidden, builder.bitcast(nothing, FLOATS), builder.fmul(weights, scales))
-    bits = emit.call("llvm.smax.v16i32", INTS, magnitudes(emit, scaled), constant(INTS, TINY_BITS))
-    largest = largest_lane(emit, bits)
+    bits = builder.and_(builder.bitcast(scaled, INTS), constant(INTS, 0x7FFFFFFF))  # as in `largest_of`
+    bits = emit.call("llvm.smax.v16i32", INTS, bits, constant(INTS, TINY_BITS))
+    largest = builder.bitcast(emit.call("llvm.vector.reduce.smax.v16i32", INT32, bits), FLOAT)
     levels = emit.rounded(builder.fmul(scaled, emit.splat(builder.fdiv(FLOAT(most), largest))))
     if knows_vnni():
         for i, limb in enumerate((builder.lshr(levels, constant(INTS, 8)), levels)):

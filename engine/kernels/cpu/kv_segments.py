@@ -41,6 +41,7 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
+    largest_of,
 )
 from engine.kernels.cpu.machine import (
     GROUP,
@@ -51,7 +52,6 @@ from engine.kernels.cpu.machine import (
     knows_avx512,
 )
 from engine.kernels.cpu.parts import select_by_dtype
-from engine.kernels.cpu.vectors import largest_of
 
 SIGN_BITS = 0x80
 _NOTHING = np.float32(-0.0)

@@ -31,6 +31,7 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
+    largest_of,
 )
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
@@ -43,8 +44,6 @@ from engine.kernels.cpu.machine import (
 )
 
 _INTP = types.intp
-TINY_BITS = 0x1E3CE508
-"""The bits of TINY, 1e-20, the least magnitude that a row is scaled by: so a row of zeros has a scale."""
 INFINITY_BITS = 0x7F800000
 
 
@@ -104,27 +103,6 @@ def fill_row(typing: TypingContext, out: NumbaType, num_vectors: NumbaType, valu
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP, types.float32), generate
-
-
-def magnitudes(emit: Emitter, floats: Value) -> Value:
-    """The bits of the absolute values of an fp32 vector. As whole numbers they have the order of the numbers, behind
-    which NaN comes; comparisons of floats are compiled as if none were.
-    """
-    return emit.builder.and_(emit.builder.bitcast(floats, INTS), constant(INTS, 0x7FFFFFFF))
-
-
-def largest_lane(emit: Emitter, bits: Value) -> Value:
-    """The fp32 number whose bits are the largest of a vector of `magnitudes`."""
-    return emit.builder.bitcast(emit.call("llvm.vector.reduce.smax.v16i32", INT32, bits), FLOAT)
-
-
-def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
-    """Write code that computes the largest absolute value of a row, at least TINY; NaN if the row has one."""
-    at = emit.pointer(values)
-    with emit.loop(num_vectors, [constant(INTS, TINY_BITS)]) as loop:
-        read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
-        loop.next.append(emit.call("llvm.smax.v16i32", INTS, loop.carried[0], magnitudes(emit, read)))
-    return largest_lane(emit, loop.next[0])
 
 
 @emitted
@@ -317,8 +295,9 @@ def prefetch(typing: TypingContext, at: NumbaType, num_bytes: NumbaType) -> Intr
 
 
 def is_nan(emit: Emitter, values: Value) -> Value:
-    """Which numbers of an fp32 vector are NaN."""
-    return emit.builder.icmp_unsigned(">", magnitudes(emit, values), constant(INTS, INFINITY_BITS))
+    """Which numbers of an fp32 vector are NaN, by their bits: comparisons of floats are compiled as if none were."""
+    magnitudes = emit.builder.and_(emit.builder.bitcast(values, INTS), constant(INTS, 0x7FFFFFFF))
+    return emit.builder.icmp_unsigned(">", magnitudes, constant(INTS, INFINITY_BITS))
 
 
 @emitted

@@ -36,7 +36,7 @@ class ServedModel:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Recommended values of SamplingParams by name, of which clients are told."""
     stop_strings: tuple[str, ...] = ()
-    """What ends answers beside end tokens, unless a request has stop strings of its own."""
+    """They end answers, as end tokens do, unless a request has stop strings of its own."""
 
     @property
     def decoder_prompt(self) -> tuple[int, ...]:

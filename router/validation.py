@@ -182,7 +182,7 @@ def check_prompt_logprobs(params: GenerateParams, num_prompt_tokens: int) -> Non
 
 def with_stop_strings(params: GenerateParams, stop_strings: tuple[str, ...]) -> GenerateParams:
     """Return parameters whose answer ends with the model's stop strings, too. As in transformers, those of the request
-    take their place. What goes on behind end tokens, or ends where its structure does, goes on behind these.
+    take their place. An answer that ignores end tokens, or has a structure, does not end with them.
     """
     sampling = params.sampling
     if not stop_strings or sampling.stop or sampling.ignore_eos or sampling.structure is not None:

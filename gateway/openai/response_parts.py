@@ -280,7 +280,7 @@ def _top_token(top: TopToken) -> Json:
 
 def _top(token: Token, num_top: int) -> dict[str, float] | None:
     """Log-probs by text: that of the sampled token, also if it is not among the likeliest, then the others, likeliest
-    first. Of two tokens with one text the likelier one counts.
+    first. If two tokens have one text, the likelier one counts.
     """
     if token.logprob is None:
         return None

@@ -164,8 +164,8 @@ def test_values_of_the_last_layer_that_break(
 def test_keys_that_break(
     checkpoint: Checkpoint, tmp_path: Path, family: str, name: str, row: int, layer: int, arm: str, quantize: str
 ) -> None:
-    """A number in a key is too large for KV of 16 bits: softmax may make any number of its score. What its head gives
-    is NaN then, and nothing else in the row, which is quantised next.
+    """A number in a key is too large for KV of 16 bits: softmax may make any number of its score. Results
+    of its head are NaN then, beside numbers of other heads in a row that is quantised next.
     """
     model_dir = tmp_path / family
     shutil.copytree(checkpoint(family), model_dir)

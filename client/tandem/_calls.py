@@ -190,7 +190,7 @@ class RetryPolicy:
 
 @dataclass(slots=True)
 class Losses:
-    """The connections that broke under one call, which may have been the cause. It is not where a router stops."""
+    """How many connections broke under one call, which may be why. Routers that say that they stop do not count."""
 
     limit: int
     count: int = 0

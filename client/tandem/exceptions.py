@@ -67,7 +67,7 @@ class Cancelled(TandemError):
 
 
 class ConnectionFailed(TandemError):
-    """The server cannot be reached, or the connection broke or the server stopped before the answer was complete.
+    """The server cannot be reached, or it stopped, or the connection broke, before the answer was complete.
 
     `broke` means that a connection existed, so the server may have started to process the call; `stopped`, that the
     server has said that it stops.

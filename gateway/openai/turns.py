@@ -1,4 +1,4 @@
-"""What chat templates take: turns of other dialects' conversations, and values for reasoning."""
+"""Arguments of chat templates: turns of other dialects' conversations, and values for reasoning."""
 
 from collections.abc import Iterable
 

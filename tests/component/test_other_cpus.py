@@ -165,6 +165,20 @@ def test_a_limit_takes_instruction_sets_away(
     assert machine.is_allowed("amx-int8") == ("amx_int8" in left)
 
 
+def test_code_for_x86_runs_on_no_other_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """/proc/cpuinfo may be that of another CPU, which emulates this one."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t\t: avx2 fma f16c\n")
+    monkeypatch.setattr(machine, "_CPUINFO", cpuinfo)
+    monkeypatch.setattr(machine, "cpu_flags", machine.cpu_flags.__wrapped__)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    reasons = {}
+    for architecture in ("x86_64", "aarch64"):
+        monkeypatch.setattr("platform.machine", lambda name=architecture: name)
+        reasons[architecture] = machine.why_no_loops()
+    assert reasons == {"x86_64": None, "aarch64": "the CPU is aarch64, not x86-64"}
+
+
 def test_a_limit_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX3")
     reason = machine.why_no_loops()

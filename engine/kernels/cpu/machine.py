@@ -6,6 +6,7 @@ permission, see `has_amx`. Kernels use no more of the CPU than the variable ONED
 
 import ctypes
 import os
+import platform
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
@@ -94,6 +95,7 @@ _SYS_ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
 _NUM_TILES = 8
+_X86_64 = "x86_64", "AMD64"
 _LEAST = frozenset({"avx2", "f16c", "fma"})
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
 
@@ -147,6 +149,8 @@ def why_no_loops() -> str | None:
     """
     if _isa_limit() not in _LIMITS:
         return f"{LIMIT_NAME} is {_isa_limit()}, not one of {', '.join(filter(None, _LIMITS))}"
+    if (architecture := platform.machine()) not in _X86_64:  # emulated, such a process sees the flags of an x86 CPU
+        return f"the CPU is {architecture}, not x86-64"
     missing = _LEAST - cpu_flags()
     return f"the CPU has no {', '.join(sorted(missing))}" if missing else None
 

@@ -62,6 +62,18 @@ async def test_a_completion_begins_without_special_tokens_if_it_should(http: htt
     assert counts == [counts[2] + 1, counts[2] + 1, counts[2]]
 
 
+async def test_an_answer_of_several_requests_begins_without_special_tokens_too(make_mesh: Any) -> None:
+    mesh = await make_mesh(adds_bos=True)
+    decode = await mesh.decode()
+    async with tandem.AsyncClient(mesh.router.public.address) as client:
+        bare = [token.id for token in await client.tokenize(prompt="day", add_special_tokens=False)]
+        for adds, prompt in ((True, [BOS_ID, *bare]), (False, bare)):
+            num_before = len(decode.started.items)
+            await client.generate_until_done(prompt="day", add_special_tokens=adds, max_new_tokens=2, max_total=4)
+            first = decode.started.items[num_before].sequence
+            assert list(first.token_ids)[: first.num_prompt_tokens] == prompt
+
+
 async def test_the_tokenizer_is_described(http: httpx2.AsyncClient) -> None:
     told = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     for query in ({}, {"model": "tiny"}):

@@ -24,7 +24,7 @@ from gateway.lmi.sagemaker import SAGEMAKER
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions, embeddings, get_model, list_models
 from gateway.openai.responses.endpoint import create_response
-from gateway.openai.tokens import detokenize
+from gateway.openai.tokens import detokenize, tokenizer_info
 from gateway.tgi import endpoints as tgi
 from tandem import TandemError
 
@@ -107,13 +107,16 @@ def _lmi_routes() -> list[BaseRoute]:
 
 
 def _tgi_routes() -> list[BaseRoute]:
-    """TGI's routes that need a key, and vLLM's /detokenize."""
+    """TGI's routes that need a key, and vLLM's of that kind."""
     return [
         Route("/", Endpoint(TGI, tgi.generate_compat, generates=True), methods=["POST"]),
         Route("/generate", Endpoint(TGI, tgi.generate, generates=True), methods=["POST"]),
         Route("/generate_stream", Endpoint(TGI, tgi.generate_stream, generates=True), methods=["POST"]),
         Route("/tokenize", Endpoint(TGI, tgi.tokenize), methods=["POST"]),
         Route("/detokenize", Endpoint(OPENAI, detokenize), methods=["POST"]),
+        Route("/tokenizer_info", Endpoint(OPENAI, tokenizer_info), methods=["GET"]),
+        Route("/version", Endpoint(OPENAI, web.version, is_polled=True), methods=["GET"]),
+        Route("/load", Endpoint(OPENAI, web.load, is_polled=True), methods=["GET"]),
         Route("/chat_tokenize", Endpoint(TGI, tgi.chat_tokenize), methods=["POST"]),
         Route("/info", Endpoint(TGI, tgi.info), methods=["GET"]),
     ]
@@ -131,7 +134,7 @@ def _web_routes() -> list[BaseRoute]:
         Route("/mesh/workers/{worker}/switch/{role}", Endpoint(OPENAI, web.switch_role), methods=["POST"]),
         Mount("/pages", web.PageFiles(directory=web.PAGES)),
         Route("/health", web.health, methods=["GET"]),
-        Route("/ping", web.ping, methods=["GET"]),
+        Route("/ping", web.ping, methods=["GET", "POST"]),
         Route("/metrics", web.metrics, methods=["GET"]),
     ]
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 
 from gateway.errors import Problem
@@ -108,9 +108,6 @@ class Metrics:
                 if sample.name.endswith("_total"):
                     plain.add_sample(metric.name, sample.labels, sample.value)
             yield plain
-
-    def text(self) -> bytes:
-        return generate_latest(self)
 
 
 class Progress:

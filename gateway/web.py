@@ -11,11 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 
+from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
+import tandem
 from gateway.access import key_in
 from gateway.backend import Backend
 from gateway.bottleneck import find_bottleneck
@@ -28,7 +30,6 @@ from tandem import InvalidRequest, Mesh, TandemError
 PAGES = Path(__file__).parent / "pages"
 _MESH_TIMEOUT_S = 5.0
 _DAY_S = 86_400
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 HEADERS: Mapping[str, str] = MappingProxyType(
     {
@@ -80,14 +81,28 @@ async def ping(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Metrics as Prometheus text. Beyond loopback they need an operator's key, if the router has keys."""
+    """Metrics as Prometheus text, or as OpenMetrics where that is asked for. Beyond loopback they need an operator's
+    key, if the router has keys.
+    """
     backend: Backend = request.app.state.backend
     if not is_loopback(backend.settings.host):
         try:
             await backend.gate.check_operator(key_in(request.headers))
         except TandemError as error:
             return OPENAI.error_response(Problem.of(error))
-    return Response(backend.metrics.text(), media_type=_METRICS_TYPE)
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(backend.metrics), headers={"content-type": content_type})
+
+
+async def version(exchange: Exchange) -> Response:
+    """Handle vLLM's GET /version, with the version of Tandem."""
+    return JSONResponse({"version": tandem.__version__})
+
+
+async def load(exchange: Exchange) -> Response:
+    """Handle vLLM's GET /load: how much runs through this gateway, in choices, which other gateways do not count."""
+    metrics = exchange.backend.metrics
+    return JSONResponse({"server_load": metrics.num_waiting + metrics.num_running})
 
 
 async def mesh_state(exchange: Exchange) -> Response:

@@ -9,8 +9,9 @@ from typing import Any
 
 import structlog
 
+from checkpoint.config_json import read_json
 from checkpoint.generation_config import read_sampling_defaults, read_stop_strings
-from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts
+from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts, tokenizer_settings
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.domain.request import SequenceSpec
 from mesh.domain.worker import WorkerInfo
@@ -37,6 +38,8 @@ class ServedModel:
     """Recommended values of SamplingParams by name, of which clients are told."""
     stop_strings: tuple[str, ...] = ()
     """They end answers, as end tokens do, unless a request has stop strings of its own."""
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    """What clients are told of the tokenizer: see GetTokenizerResponse."""
 
     @property
     def decoder_prompt(self) -> tuple[int, ...]:
@@ -78,7 +81,19 @@ class ServedModel:
             )
         defaults = read_sampling_defaults(model_dir) if with_recommended else {}
         stop_strings = tuple(text for text in stops if text not in tokens)
-        return cls(name, facts, tokenizer, ChatTemplate.load(model_dir), defaults, stop_strings)
+        template = ChatTemplate.load(model_dir)
+        described = _tokenizer_config(model_dir, template)
+        return cls(name, facts, tokenizer, template, defaults, stop_strings, described)
+
+
+def _tokenizer_config(model_dir: Path, template: ChatTemplate | None) -> dict[str, Any]:
+    """The settings as transformers has them once a tokenizer is loaded: special tokens are texts, and the chat template
+    is one text. Raises ConfigurationError.
+    """
+    config = read_json(model_dir / "special_tokens_map.json", optional=True) | tokenizer_settings(model_dir)
+    texts = {key: value["content"] for key, value in config.items() if isinstance(value, dict) and "content" in value}
+    chat = {} if template is None else {"chat_template": template.source}
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} | config | texts | chat
 
 
 class LimitPolicy:

@@ -33,7 +33,7 @@ from router.journal import ChoiceSpan, Journal
 from router.served_model import LimitPolicy, ModelInfo
 from router.settings import RouterSettings
 from router.tenants import ANONYMOUS, Tenant
-from router.text.chat import Prompt
+from router.text.chat import Prompt, TextPrompt
 from router.text.model_text import EncodedPrompt, ModelText
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
@@ -143,10 +143,13 @@ class ModelService:
         )
         return prompt.last(truncate)
 
-    async def tokenize(self, prompt: Prompt | None, tenant: Tenant = ANONYMOUS) -> tuple[str, list[TextToken]]:
+    async def tokenize(
+        self, prompt: Prompt | None, tenant: Tenant = ANONYMOUS, *, skip_special_tokens: bool = True
+    ) -> tuple[str, list[TextToken]]:
         """Return the rendered text and the tokens that `generate` would use, each with its text.
 
-        Raises InvalidRequest for prompts that `generate` would refuse, and Overloaded over the cap.
+        Raises InvalidRequest for prompts that `generate` would refuse, but for a text without tokens, and Overloaded
+        over the cap.
         """
         if self._num_tokenizing >= _MAX_TOKENIZING:
             raise Overloaded(f"{self._num_tokenizing} prompts are being tokenised; try again later")
@@ -154,11 +157,12 @@ class ModelService:
         self._num_tokenizing += 1
         try:
             limits = self._limits()
-            encoded = await encoder.encode(
-                require_prompt(prompt), tenant=tenant.name, max_tokens=limits.max_input_tokens
-            )
-            self._check_ids(encoded, limits)
-            return encoded.text or "", await encoder.pieces(encoded.ids)
+            prompt = require_prompt(prompt, may_be_empty=True)
+            encoded = await encoder.encode(prompt, tenant=tenant.name, max_tokens=limits.max_input_tokens)
+            if encoded.ids or not isinstance(prompt, TextPrompt):
+                self._check_ids(encoded, limits)
+            tokens = await encoder.pieces(encoded.ids, skip_special_tokens=skip_special_tokens)
+            return encoded.text or "", tokens
         finally:
             self._num_tokenizing -= 1
 

@@ -125,11 +125,11 @@ def check_encoder_decoder(params: GenerateParams) -> None:
         raise InvalidRequest("echo: an encoder-decoder model's text does not continue its prompt")
 
 
-def require_prompt(prompt: Prompt | None) -> Prompt:
-    """Return the prompt. Raises InvalidRequest if it is missing or empty, or has messages of unknown roles."""
+def require_prompt(prompt: Prompt | None, *, may_be_empty: bool = False) -> Prompt:
+    """Return the prompt. Raises InvalidRequest if it is missing, is an empty text, or has messages of unknown roles."""
     if prompt is None:
         raise InvalidRequest("input is missing: give a prompt, token_ids or chat messages")
-    if isinstance(prompt, TextPrompt) and not prompt.text:
+    if isinstance(prompt, TextPrompt) and not prompt.text and not may_be_empty:
         raise InvalidRequest(_EMPTY)
     if isinstance(prompt, ChatPrompt):
         _check_roles(prompt)

@@ -53,5 +53,19 @@ def changed(*scrapes: Samples) -> set[str]:
 
 def documented(service: str) -> dict[str, str]:
     """Types of a service's metrics by name."""
-    section = _TEXT.split(f"### {service}\n")[1].split("\n#")[0]
-    return dict(re.findall(r"^\| `(\w+)[^|]*\| (\w+) \|", section, re.MULTILINE))
+    return dict(re.findall(r"^\| `(\w+)[^|]*\| (\w+) \|", _section(service), re.MULTILINE))
+
+
+def documented_labels(service: str) -> dict[str, set[str]]:
+    """Labels of a service's metrics by name. All but two of the workers' have the role, as the text above them says."""
+    rows = re.findall(r"^\| `(\w+)(?:\{([\w,]+)\})?` \|", _section(service), re.MULTILINE)
+    everywhere = {"role"} if service == "Workers" else set()
+    without = {"tandem_kv_sent_bytes_total", "tandem_decode_sequences_total"}
+    return {
+        name: {label for label in labels.split(",") if label} | (everywhere if name not in without else set())
+        for name, labels in rows
+    }
+
+
+def _section(service: str) -> str:
+    return _TEXT.split(f"### {service}\n")[1].split("\n#")[0]

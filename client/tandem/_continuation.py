@@ -114,6 +114,7 @@ async def _prompt_ids(client: Generator, arguments: GenerateArguments, deadline:
         return list(token_ids)
     names = TokenizeArguments(
         prompt=arguments.get("prompt"),
+        add_special_tokens=arguments.get("add_special_tokens"),
         messages=arguments.get("messages"),
         tools=arguments.get("tools"),
         chat_template_kwargs=arguments.get("chat_template_kwargs"),

@@ -44,6 +44,9 @@ _INPUTS = ("prompt", "token_ids", "messages")
 class TokenizeArguments(TypedDict, total=False):
     """Arguments of `tokenize`. Pass exactly one of prompt, messages and token_ids.
 
+    With `add_special_tokens` false a prompt gets none of the tokens that the tokenizer puts around a text. With
+    `skip_special_tokens` false the text of special tokens is their name, else it is empty.
+
     A message has `role` and `content`. Its other members, `tools`, and the members of `chat_template_kwargs` are passed
     to the chat template unchanged. With `continue_final_message` the answer continues the last message. With
     `add_generation_prompt=False` the prompt does not start the assistant's turn.
@@ -52,6 +55,8 @@ class TokenizeArguments(TypedDict, total=False):
     prompt: str | None
     messages: Iterable[Mapping[str, Any]] | None
     token_ids: Sequence[int] | None
+    add_special_tokens: bool | None
+    skip_special_tokens: bool | None
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
@@ -102,7 +107,6 @@ class GenerateArguments(TokenizeArguments, total=False):
     prompt_logprobs: bool | None
     echo: bool | None
     include_stop: bool | None
-    skip_special_tokens: bool | None
     spaces_between_special_tokens: bool | None
     include_eos: bool | None
     own_bytes: bool | None
@@ -127,6 +131,7 @@ def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateReq
     set_field(request, "client_request_id", values.get("client_request_id"))
     set_field(request, "num_choices", values.get("n"), shown_name="n")
     set_field(request, "best_of", values.get("best_of"))
+    set_field(request, "add_special_tokens", values.get("add_special_tokens"))
     set_field(request, "priority", _number("priority", values.get("priority"), Priority, generation_pb2.Priority))
     set_seconds(request, "ttft_target", values.get("ttft_target"))
     _set_cache_hints(request, values)
@@ -142,7 +147,8 @@ def tokenize_request(arguments: TokenizeArguments) -> generation_pb2.TokenizeReq
     values = _without_none(arguments, TokenizeArguments)
     request = generation_pb2.TokenizeRequest()
     _set_input(request, values)
-    set_field(request, "model", values.get("model"))
+    for name in ("model", "add_special_tokens", "skip_special_tokens"):
+        set_field(request, name, values.get(name))
     return request
 
 
@@ -160,6 +166,12 @@ def set_traffic_request(name: str, shares: Mapping[str, float]) -> mesh_pb2.SetT
     request.traffic.SetInParent()
     set_field(request.traffic, "name", name)
     update_map(request.traffic, "shares", shares)
+    return request
+
+
+def tokenizer_request(name: str) -> generation_pb2.GetTokenizerRequest:
+    request = generation_pb2.GetTokenizerRequest()
+    set_field(request, "model", name, shown_name="name")
     return request
 
 

@@ -1,9 +1,10 @@
 """The asynchronous client. `sync.py` has the same client for code without an event loop."""
 
 import copy
+import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import NoReturn, Self, TypeVar, Unpack
+from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from google.protobuf.message import Message
 
@@ -21,6 +22,7 @@ from tandem._requests import (
     set_traffic_request,
     switch_role_request,
     tokenize_request,
+    tokenizer_request,
 )
 from tandem._responses import EventReader, ResultBuilder, history, mesh, models, token
 from tandem._routers import ChannelFactory, Channels, SecureChannels, Stubs, Tls, insecure_channel
@@ -172,6 +174,15 @@ class AsyncClient:
         """One served model. Without a name, it is the only model. Raises ModelNotFound."""
         response = await self._call(lambda stubs: stubs.generation.GetModel, model_request(name), timeout)
         return models([response.model])[0]
+
+    async def tokenizer_config(self, name: str = "", *, timeout: float | None = None) -> dict[str, Any]:
+        """The settings of a model's tokenizer, as its tokenizer_config.json has them. Special tokens are texts, such as
+        that of "eos_token". "chat_template" is there if the model has one. Without a name it is the only model. Raises
+        ModelNotFound.
+        """
+        response = await self._call(lambda stubs: stubs.generation.GetTokenizer, tokenizer_request(name), timeout)
+        config: dict[str, Any] = json.loads(response.config_json)
+        return config
 
     async def mesh(self, *, timeout: float | None = None) -> Mesh:
         """All workers with their load, and counts of the router."""

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import NoReturn, Self, TypedDict, TypeVar, Unpack
+from typing import Any, NoReturn, Self, TypedDict, TypeVar, Unpack
 
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem._routers import FORK_ADVICE, ChannelFactory, Tls
@@ -227,6 +227,9 @@ class Client:
 
     def model(self, name: str = "", *, timeout: float | None = None) -> Model:
         return self._background.run(self._client.model(name, timeout=timeout))
+
+    def tokenizer_config(self, name: str = "", *, timeout: float | None = None) -> dict[str, Any]:
+        return self._background.run(self._client.tokenizer_config(name, timeout=timeout))
 
     def mesh(self, *, timeout: float | None = None) -> Mesh:
         return self._background.run(self._client.mesh(timeout=timeout))

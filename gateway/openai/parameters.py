@@ -43,6 +43,7 @@ def completion_arguments(body: CompletionBody, model: Model | None, max_prompts:
     shared["prompt_logprobs"] = body.echo and body.logprobs is not None
     shared["own_bytes"] = body.logprobs is not None or _may_stop(body, model)
     shared["truncate_prompt_tokens"] = _truncation(body, shared["max_new_tokens"], model)
+    shared["add_special_tokens"] = None if body.add_special_tokens else False
     prompts = _prompts(body.prompt)
     if not 1 <= len(prompts) <= max_prompts:
         raise InvalidRequest(f"prompt: 1 to {max_prompts} prompts may be in one request, got {len(prompts)}")

@@ -122,7 +122,7 @@ class CompletionBody(SamplingBody):
     logprobs: Count | None = None
     suffix: str | None = None
     best_of: Count | None = None
-    add_special_tokens: Literal[True] = True  # the tokenizer decides
+    add_special_tokens: bool = True
 
     @property
     def scores_only(self) -> bool:

@@ -1,10 +1,9 @@
-"""vLLM's /tokenize and /detokenize."""
+"""vLLM's /tokenize, /detokenize and /tokenizer_info, by which clients use the model's tokenizer from afar."""
 
 from collections.abc import Sequence
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.errors import InvalidField
 from gateway.exchange import Exchange
 from gateway.openai.parameters import model_of, tokenize_arguments
 from gateway.openai.requests import ChatBody, ClientFieldNames
@@ -41,11 +40,14 @@ async def tokenize_as_vllm(exchange: Exchange, payload: Json) -> Response:
         arguments, with_texts = tokenize_arguments(chat, timeout_s), chat.return_token_strs
     else:
         body = await exchange.check(_PromptBody, payload)
-        if not body.add_special_tokens:
-            message = "add_special_tokens must be true: prompts are tokenised as for an answer"
-            raise InvalidField(message, field="add_special_tokens")
-        arguments = TokenizeArguments(prompt=body.prompt, model=model_of(body.model), timeout=timeout_s)
+        arguments = TokenizeArguments(
+            prompt=body.prompt,
+            add_special_tokens=body.add_special_tokens,
+            model=model_of(body.model),
+            timeout=timeout_s,
+        )
         with_texts = body.return_token_strs
+    arguments["skip_special_tokens"] = False
     tokens = await exchange.client.tokenize(**arguments)
     model = await exchange.client.model(arguments.get("model") or "", timeout=timeout_s)
     return JSONResponse(_tokens_json(tokens, model.max_total_tokens, with_texts=with_texts))
@@ -61,10 +63,18 @@ def _tokens_json(tokens: Sequence[Token], max_total_tokens: int, *, with_texts: 
 
 
 async def detokenize(exchange: Exchange) -> Response:
-    """Return the text of token ids. Special tokens have none."""
+    """Return the text of token ids, with the names of special tokens."""
     body = await exchange.parse(_DetokenizeBody)
     timeout_s = exchange.settings.request_timeout_s
-    arguments = TokenizeArguments(token_ids=body.tokens, model=model_of(body.model), timeout=timeout_s)
+    arguments = TokenizeArguments(
+        token_ids=body.tokens, skip_special_tokens=False, model=model_of(body.model), timeout=timeout_s
+    )
     with _DETOKENIZE_NAMES.translating_errors():
         tokens = await exchange.client.tokenize(**arguments) if body.tokens else ()
     return JSONResponse({"prompt": "".join(token.text for token in tokens)})
+
+
+async def tokenizer_info(exchange: Exchange) -> Response:
+    """Return the settings of the tokenizer of the model that answers requests without a name, or of `?model=`."""
+    name = model_of(exchange.request.query_params.get("model", ""))
+    return JSONResponse(await exchange.client.tokenizer_config(name or "", timeout=exchange.settings.request_timeout_s))

@@ -1,6 +1,7 @@
 """The public API over gRPC: translates between messages and domain types."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import fields, replace
 from types import MappingProxyType
@@ -64,7 +65,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeResponse:
         tenant = self._callers.tenant_of(context.invocation_metadata())
-        text, tokens = await self._models.find(request.model).tokenize(_prompt_from_proto(request), tenant)
+        text, tokens = await self._models.find(request.model).tokenize(
+            _prompt_from_proto(request),
+            tenant,
+            skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
+        )
         response = generation_pb2.TokenizeResponse(text=text)
         tokens.reverse()
         while tokens:  # convert and free one part, then let other tasks run
@@ -75,6 +80,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             )
             await asyncio.sleep(0)
         return response
+
+    async def GetTokenizer(
+        self, request: generation_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.GetTokenizerResponse:
+        config = self._models.find(request.model).model.tokenizer_config
+        return generation_pb2.GetTokenizerResponse(config_json=json.dumps(config))
 
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
@@ -130,7 +141,8 @@ def _priority_from_proto(number: int) -> Priority | None:
 def _prompt_from_proto(request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest) -> Prompt | None:
     kind = request.WhichOneof("input")
     if kind == "prompt":
-        return TextPrompt(request.prompt)
+        adds_special_tokens = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        return TextPrompt(request.prompt, adds_special_tokens)
     if kind == "chat":
         return _chat_from_proto(request.chat)
     if kind == "token_ids":

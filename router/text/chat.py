@@ -126,6 +126,8 @@ class TextPrompt:
     """A prompt as plain text, without a template."""
 
     text: str
+    adds_special_tokens: bool = True
+    """With the tokens that the tokenizer puts around a text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class PromptEncoder:
         self._require_fits(text, max_tokens)
         _require_whole_characters(text)
         # A template adds special tokens itself.
-        ids = await self._ids(text, tenant, special=isinstance(prompt, TextPrompt))
+        ids = await self._ids(text, tenant, special=isinstance(prompt, TextPrompt) and prompt.adds_special_tokens)
         return EncodedPrompt(ids, text, isinstance(prompt, ChatPrompt) and self._is_in_reasoning(text, prompt))
 
     async def _ids(self, text: str, tenant: str, *, special: bool) -> Sequence[int]:
@@ -151,9 +151,10 @@ class PromptEncoder:
         """Return the text of the ids, without special tokens."""
         return await self._run(lambda: self._model.tokenizer.decode(token_ids), len(token_ids))
 
-    async def pieces(self, token_ids: Sequence[int]) -> list[TextToken]:
+    async def pieces(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[TextToken]:
         """Return each id with the text it adds."""
-        return await self._run(lambda: self._model.tokenizer.pieces(token_ids), len(token_ids))
+        pieces = self._model.tokenizer.pieces
+        return await self._run(lambda: pieces(token_ids, skip_special_tokens=skip_special_tokens), len(token_ids))
 
     def spellings(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Return the spellings of short words in ids: at the beginning of a text, and after a space."""

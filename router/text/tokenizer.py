@@ -248,7 +248,7 @@ def _knows_every_character(tokenizer: NativeTokenizer, components: list[_Compone
 
 
 class TextToken(NamedTuple):
-    """A prompt token with the text it adds; special tokens add none. A NamedTuple, because prompts have many."""
+    """A prompt token with the text it adds. A NamedTuple, because prompts have many."""
 
     id: int
     text: str
@@ -330,21 +330,26 @@ class Tokenizer:
         with_space = spelt.replace(_SPACE_MARK, " ")
         return with_space if with_space == f" {text}" else text
 
-    def pieces(self, token_ids: Sequence[int]) -> list[TextToken]:
-        """Return each id with the text it adds; joined, the texts equal `decode(token_ids)`."""
+    def pieces(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[TextToken]:
+        """Return each id with the text it adds. Special tokens add none, so that the joined texts equal
+        `decode(token_ids)`, or else their names.
+        """
         detokenizer = self.detokenizer()
-        tokens = list(self._push_all(detokenizer, token_ids))
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        tokens = list(self._push_all(detokenizer, token_ids, skipped))
         tail = detokenizer.flush()
         for index in range(len(tokens) - 1, -1, -1):
-            if not tokens[index].special:
-                tokens[index] = TextToken(tokens[index].id, tokens[index].text + tail, special=False)
+            if tokens[index].id not in skipped:
+                tokens[index] = tokens[index]._replace(text=tokens[index].text + tail)
                 break
         return tokens
 
-    def _push_all(self, detokenizer: IncrementalDetokenizer, token_ids: Sequence[int]) -> Iterator[TextToken]:
+    def _push_all(
+        self, detokenizer: IncrementalDetokenizer, token_ids: Sequence[int], skipped: frozenset[int]
+    ) -> Iterator[TextToken]:
         for token_id in token_ids:
-            special = token_id in self.special_ids
-            yield TextToken(token_id, "" if special else detokenizer.push(token_id), special)
+            text = "" if token_id in skipped else detokenizer.push(token_id)
+            yield TextToken(token_id, text, token_id in self.special_ids)
 
     def _decode_plain(self, token_ids: Sequence[int]) -> str:
         text: str = self._native.decode_batch([token_ids], skip_special_tokens=False)[0]

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from mesh.interrupts import run_async, run_program
 from tests.client_environment import output_of, python_with
-from tests.clients.npm import AGENTS, AI_SDK, Answers, ask_agent, ask_ai_sdk
+from tests.clients.npm import AGENTS, LIBRARIES, Answers, ask_agent, ask_library
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import running_gateway
 
@@ -60,7 +60,19 @@ FRAMEWORKS = {
 }
 """The same of those that `framework_asks.py` asks."""
 
-_MODULES = {"openai-agents": "agents", "autogen": "autogen_agentchat"}
+MORE = {
+    "strands": "strands-agents[openai]",
+    "crewai": "crewai",
+    "agno": "agno",
+    "google-adk": "google-adk",
+    "outlines": "outlines",
+    "guardrails": "guardrails-ai",
+    "magentic": "magentic",
+    "deepeval": "deepeval",
+}
+"""The same of those that `agent_asks.py` asks."""
+
+_MODULES = {"openai-agents": "agents", "autogen": "autogen_agentchat", "google-adk": "google.adk"}
 """Where the module is not called as its package."""
 
 _OTHERS: Mapping[str, tuple[str, ...]] = {
@@ -68,12 +80,16 @@ _OTHERS: Mapping[str, tuple[str, ...]] = {
     "inspect-ai": ("openai",),
     "langgraph": ("langchain", "langchain-openai"),
     "autogen": ("autogen-agentchat",),
+    "agno": ("openai",),
+    "google-adk": ("litellm",),
+    "outlines": ("openai",),
 }
 """Packages that come along."""
 
 _REFUSED = {("openai", "embeddings")}
 _CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
-_ASKS, _FRAMEWORK_ASKS = (Path(__file__).with_name(name) for name in ("asks.py", "framework_asks.py"))
+_FOLDER = Path(__file__).parent
+_PROGRAMS = (("asks.py", CLIENTS), ("framework_asks.py", FRAMEWORKS), ("agent_asks.py", MORE))
 
 
 async def fill(table: Table, names: Sequence[str]) -> bool:
@@ -103,23 +119,22 @@ async def _ask(table: Table, name: str, url: str, calls_url: str) -> bool:
 
 async def _answers(name: str, url: str, calls_url: str) -> tuple[str, Answers]:
     """The client's version, and what it was asked and answered. Raises what its installation raises."""
-    if name == AI_SDK:
-        return await ask_ai_sdk(url, calls_url)
+    if name in LIBRARIES:
+        return await ask_library(name, url, calls_url)
     if name in AGENTS:
         return await ask_agent(name)
     module = _MODULES.get(name, name.replace("-", "_"))
-    requirement = FRAMEWORKS.get(name) or CLIENTS[name]
+    ((program, requirement),) = ((file, clients[name]) for file, clients in _PROGRAMS if name in clients)
     python = await asyncio.to_thread(python_with, requirement, module, *_OTHERS.get(name, ()))
     distribution = re.split(r"[\[=]", requirement)[0]
-    program = _FRAMEWORK_ASKS if name in FRAMEWORKS else _ASKS
-    told = json.loads(await output_of(python, program, name, distribution, url, calls_url))
+    told = json.loads(await output_of(python, _FOLDER / program, name, distribution, url, calls_url))
     return told["version"], told["answers"]
 
 
 def main(names: Sequence[str]) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     table = Table("client", "version", "asked", "answered")
-    is_right = run_async(fill(table, names or (*CLIENTS, *FRAMEWORKS, AI_SDK, *AGENTS)))
+    is_right = run_async(fill(table, names or (*CLIENTS, *FRAMEWORKS, *MORE, *LIBRARIES, *AGENTS)))
     Console(width=150).print(table)
     return 0 if is_right else 1
 

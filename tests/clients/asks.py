@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -331,8 +332,9 @@ def answer_of(ask: Callable[[], object]) -> tuple[bool, str]:
 def tell(functions: dict[str, Any]) -> None:
     """Print what the client of the arguments is answered; its function is among these."""
     name, distribution, url, calls_url = sys.argv[1:]
-    asks = functions[f"ask_{name.replace('-', '_')}"](url, calls_url)
-    answers = [(what, *answer_of(ask)) for what, ask in asks]
+    with redirect_stdout(sys.stderr):  # some print more than they are asked for
+        asks = functions[f"ask_{name.replace('-', '_')}"](url, calls_url)
+        answers = [(what, *answer_of(ask)) for what, ask in asks]
     sys.stdout.write(json.dumps({"version": version(distribution), "answers": answers}))
 
 

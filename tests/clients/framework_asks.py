@@ -24,6 +24,7 @@ def ask_lm_eval(url: str, calls_url: str) -> Iterator[Ask]:
     options: Any = {"model": "fake", "max_retries": 1, "num_concurrent": 1}
     tokens: Any = {"tokenizer_backend": "huggingface", "tokenizer": str(_TOKENIZER), "tokenized_requests": False}
     texts = LocalCompletionsAPI(base_url=f"{url}/v1/completions", batch_size=2, **tokens, **options)
+    afar = LocalCompletionsAPI(base_url=f"{url}/v1/completions", tokenizer_backend="remote", **options)
     chats = LocalChatCompletion(base_url=f"{url}/v1/chat/completions", **options)
 
     def instances(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
@@ -31,6 +32,7 @@ def ask_lm_eval(url: str, calls_url: str) -> Iterator[Ask]:
 
     pairs = instances("loglikelihood", ("One fine", " day"), ("One", " fine day"), ("", "One"))
     yield "log-likelihoods", lambda: texts.loglikelihood(pairs, disable_tqdm=True)
+    yield "log-likelihoods, with the server's tokenizer", lambda: afar.loglikelihood(pairs, disable_tqdm=True)
     whole = instances("loglikelihood_rolling", ("One fine day",))
     yield "log-likelihood of a text", lambda: texts.loglikelihood_rolling(whole, disable_tqdm=True)
     until = {"until": ["zz", "\nclass", "\ndef", "\n#", "\nif", "\nprint"], "max_gen_toks": 9}

@@ -1,4 +1,5 @@
-"""Clients that npm installs: Vercel's AI SDK, and coding agents, each with a task of two turns.
+"""Clients that npm installs: libraries, each with a program that asks what its users ask, and coding agents, each with
+a task of two turns.
 
 The model calls the agent's tool for commands with `ls`, and tells its story when it has seen the files.
 """
@@ -18,7 +19,18 @@ from tests.fakes.sdk_router import STORY, Script
 from tests.service.gateway.http import running_gateway
 
 Answers = list[tuple[str, bool, str]]
-_AI_SDK = Path(__file__).with_name("ask_ai_sdk.mjs")
+_CONTINUE = """
+name: tandem
+version: 1.0.0
+schema: v1
+models:
+  - name: tandem
+    provider: openai
+    model: fake
+    apiBase: {url}/v1
+    apiKey: x
+    capabilities: [tool_use]
+"""
 _CODEX = """
 model = "fake"
 model_provider = "tandem"
@@ -64,6 +76,15 @@ def _configure_opencode(url: str, home: Path) -> Mapping[str, str]:
     return {}
 
 
+def _configure_continue(url: str, home: Path) -> Mapping[str, str]:
+    (home / "config.yaml").write_text(_CONTINUE.format(url=url))
+    return {"CONTINUE_TELEMETRY_ENABLED": "0"}
+
+
+def _configure_qwen(url: str, home: Path) -> Mapping[str, str]:
+    return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "x", "OPENAI_MODEL": "fake"}
+
+
 AGENTS: Mapping[str, Agent] = {
     "codex": Agent(
         "@openai/codex",
@@ -86,21 +107,40 @@ AGENTS: Mapping[str, Agent] = {
         ("opencode", "run", "-m", "tandem/fake"),
         _configure_opencode,
     ),
+    "qwen-code": Agent(
+        "@qwen-code/qwen-code",
+        "run_shell_command",
+        "command",
+        ("qwen", "--auth-type", "openai", "--yolo", "-p"),
+        _configure_qwen,
+    ),
+    "continue": Agent(
+        "@continuedev/cli",
+        "Bash",
+        "command",
+        ("cn", "--config", "config.yaml", "--auto", "-p"),
+        _configure_continue,
+    ),
 }
-AI_SDK = "ai-sdk"
-_AI_PACKAGES = ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod")
+LIBRARIES: Mapping[str, tuple[str, ...]] = {
+    "ai-sdk": ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"),
+    "langchain-js": ("@langchain/openai", "@langchain/core", "zod"),
+    "openai-agents-js": ("@openai/agents", "openai", "zod"),
+}
+"""Their packages, the library's own first. The program of a library has its name: ask_ai_sdk.mjs."""
 
 
-async def ask_ai_sdk(url: str, calls_url: str) -> tuple[str, Answers]:
+async def ask_library(name: str, url: str, calls_url: str) -> tuple[str, Answers]:
     """Return the version and the answers. Raises OSError and SubprocessError if there is no npm, or no package."""
-    folder = await asyncio.to_thread(_installed, AI_SDK, _AI_PACKAGES)
-    program = shutil.copy(_AI_SDK, folder)  # modules are looked for beside the program
+    folder = await asyncio.to_thread(_installed, name, LIBRARIES[name])
+    # Modules are looked for beside the program.
+    program = shutil.copy(Path(__file__).with_name(f"ask_{name.replace('-', '_')}.mjs"), folder)
     told = await _output_of(["node", program, url, calls_url], folder, {})
-    return _version(folder, "ai"), json.loads(told)
+    return _version(folder, LIBRARIES[name][0]), json.loads(told)
 
 
 async def ask_agent(name: str) -> tuple[str, Answers]:
-    """As `ask_ai_sdk`, with a gateway of its own, whose model knows the agent's tool."""
+    """As `ask_library`, with a gateway of its own, whose model knows the agent's tool."""
     agent = AGENTS[name]
     folder = await asyncio.to_thread(_installed, name, (agent.package,))
     program, *arguments = agent.command

@@ -4,7 +4,7 @@ import functools
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
@@ -40,10 +40,14 @@ def _train() -> Tokenizer:
     return tokenizer
 
 
-def write_checkpoint(folder: Path, *, max_positions: int = 512, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """Write the folder's files and return it."""
+def write_checkpoint(
+    folder: Path, *, max_positions: int = 512, chat_template: str | None = CHAT_TEMPLATE, adds_bos: bool = False
+) -> Path:
+    """Write the folder's files and return it. `adds_bos`: the tokenizer begins each text with BOS, as Llama's does."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_level_tokenizer()
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", special_tokens=[(BOS, BOS_ID)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "vocab_size": tokenizer.get_vocab_size(),

@@ -113,6 +113,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         tokens = [pb.Token(id=byte, text=chr(byte)) for byte in ids]
         return pb.TokenizeResponse(tokens=tokens, text=bytes(ids).decode())
 
+    async def GetTokenizer(self, request: Any, context: Any) -> pb.GetTokenizerResponse:
+        return pb.GetTokenizerResponse(config_json='{"eos_token": "<end>"}')
+
     async def GetModel(self, request: Any, context: Any) -> pb.GetModelResponse:
         if request.model not in ("", "fake"):
             trailing = (("tandem-error", "ModelNotFound"),)

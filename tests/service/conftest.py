@@ -164,10 +164,10 @@ async def make_mesh(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coordination, "SILENT_S", 3600.0)
     async with AsyncExitStack() as meshes:
 
-        async def make(*, model_positions: int = 512, **settings: Any) -> Mesh:
+        async def make(*, model_positions: int = 512, adds_bos: bool = False, **settings: Any) -> Mesh:
             folder = model_dir
-            if model_positions != 512:
-                folder = write_checkpoint(tmp_path / "tiny", max_positions=model_positions)
+            if model_positions != 512 or adds_bos:
+                folder = write_checkpoint(tmp_path / "tiny", max_positions=model_positions, adds_bos=adds_bos)
             mesh = Mesh(folder, **settings)
             await mesh.start()
             meshes.push_async_callback(mesh.stop)

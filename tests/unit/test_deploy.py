@@ -15,7 +15,7 @@ import yaml
 
 from tests.defects import Repaired
 from tests.evidence import Evidence
-from tests.exposition import documented
+from tests.exposition import documented, documented_labels
 from tests.manifests import SETTINGS
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -27,6 +27,7 @@ QUERIES = [
     *((rule["alert"], rule["expr"]) for rule in ALERTS),
 ]
 TYPES = {name: kind for service in ("Router", "Workers", "Gateway") for name, kind in documented(service).items()}
+LABELS = {name: labels for each in ("Router", "Workers", "Gateway") for name, labels in documented_labels(each).items()}
 PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds", "up"}
 OF_EACH_SERVICE = {"tandem_event_loop_stop_seconds": "histogram", "process_log_lines_dropped_total": "counter"}
 SIGNS = (DEPLOY.parent / "docs" / "operations.md").read_text().split("## What to watch\n")[1].split("\n#")[0]
@@ -41,6 +42,26 @@ def test_every_query_asks_for_what_there_is(title: str, query: str) -> None:
         base = re.sub(r"_(bucket|sum|count)$", "", name)
         types = TYPES | OF_EACH_SERVICE
         assert name in PROCESS or types.get(name) in ("gauge", "counter") or types.get(base) == "histogram", name
+
+
+@pytest.mark.parametrize(("title", "query"), QUERIES)
+def test_every_query_asks_for_labels_that_its_figures_have(title: str, query: str) -> None:
+    there = {"job", "instance", "le"}  # Prometheus's own, and that of histograms
+    for name, matchers in re.findall(r"\b((?:tandem|tgi)_\w+)(?:\{([^}]*)\})?", query):
+        labels = there | LABELS.get(name, LABELS.get(re.sub(r"_(bucket|sum|count)$", "", name), set()))
+        assert set(re.findall(r"(\w+)\s*(?:=|!=|=~|!~)\s*\"", matchers)) <= labels, name
+        for grouping in re.findall(r"\b(?:by|on|without)\s*\(([^)]*)\)", query):
+            assert set(re.findall(r"\w+", grouping)) <= labels, name
+
+
+def test_every_label_of_a_legend_and_of_an_alert_is_left_by_its_query() -> None:
+    shown = [(target["expr"], target.get("legendFormat", "")) for panel in PANELS for target in panel["targets"]]
+    shown += [(rule["expr"], " ".join(rule["annotations"].values())) for rule in ALERTS]
+    for query, text in shown:
+        wanted = set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", text))
+        groupings = re.findall(r"\bby\s*\(([^)]*)\)", query)
+        if groupings or re.search(r"\b(?:sum|max|min|avg)\s*\(", query):
+            assert wanted <= {label for each in groupings for label in re.findall(r"\w+", each)}, query
 
 
 def test_figures_that_call_for_an_alert_always_have_one() -> None:

@@ -27,15 +27,15 @@ from tandem.v1 import cache_pb2 as tandem_dot_v1_dot_cache__pb2
 from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15tandem/v1/cache.proto\x1a\x18tandem/v1/sampling.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"\xc0\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\xa7\x02\n\rOutputOptions\x12\x14\n\x0ctop_logprobs\x18\x01 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x02 \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\x03 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x04 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x0binclude_eos\x18\x07 \x01(\x08H\x02\x88\x01\x01\x12\x11\n\town_bytes\x18\x08 \x01(\x08\x42\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\x0e\n\x0c_include_eos\"\xed\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12(\n\x06output\x18\x06 \x01(\x0b\x32\x18.tandem.v1.OutputOptions\x12\x18\n\x0bnum_choices\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x08 \x01(\t\x12%\n\x08priority\x18\t \x01(\x0e\x32\x13.tandem.v1.Priority\x12\x33\n\x0bttft_target\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationH\x02\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0b \x01(\rH\x03\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12*\n\x0b\x63\x61\x63he_hints\x18\r \x01(\x0b\x32\x15.tandem.v1.CacheHintsB\x07\n\x05inputB\x0e\n\x0c_num_choicesB\x0e\n\x0c_ttft_targetB\n\n\x08_best_of\"\x9c\x01\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12 \n\x03top\x18\x04 \x03(\x0b\x32\x13.tandem.v1.TopToken\x12\x0f\n\x07special\x18\x05 \x01(\x08\x12\x16\n\town_bytes\x18\x06 \x01(\x0cH\x01\x88\x01\x01\x42\n\n\x08_logprobB\x0c\n\n_own_bytes\"[\n\x08TopToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x16\n\town_bytes\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x42\x0c\n\n_own_bytes\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"r\n\x06Timing\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x12\n\nprepare_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12*\n\x08\x61ttempts\x18\x04 \x03(\x0b\x32\x18.tandem.v1.AttemptTiming\"\xc7\x01\n\rAttemptTiming\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x13\n\x0b\x64ispatch_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x0f\n\x07wait_ms\x18\x05 \x01(\x01\x12\x11\n\tdecode_ms\x18\x06 \x01(\x01\x12\x12\n\nbackoff_ms\x18\x07 \x01(\x01\x12\x1b\n\x0ekv_transfer_ms\x18\x08 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_kv_transfer_ms\"{\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.tandem.v1.Token\x12\x14\n\x0cin_reasoning\x18\x04 \x01(\x08\x12\r\n\x05model\x18\x05 \x01(\t\"\xec\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12%\n\x06prompt\x18\x02 \x01(\x0b\x32\x15.tandem.v1.PromptInfo\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.tandem.v1.Token\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x0c\n\x04\x65\x63ho\x18\x06 \x01(\t\x12!\n\x06timing\x18\x07 \x01(\x0b\x32\x11.tandem.v1.Timing\"\x86\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x42\x07\n\x05input\"B\n\x10TokenizeResponse\x12 \n\x06tokens\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Token\x12\x0c\n\x04text\x18\x02 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Model\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"\x8a\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10max_input_tokens\x18\x02 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x18\n\x10tool_call_format\x18\x0c \x01(\t\x12\x15\n\rhas_reasoning\x18\r \x01(\x08\x12\x1a\n\x12is_encoder_decoder\x18\x10 \x01(\x08\x12\x1f\n\x17max_concurrent_requests\x18\x11 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x12 \x03(\t\x12\x36\n\x11sampling_defaults\x18\x13 \x01(\x0b\x32\x1b.tandem.v1.SamplingDefaults\x12\x1c\n\x14serving_since_unix_s\x18\x14 \x01(\x04\x12\x14\n\x0cstop_strings\x18\x15 \x03(\t\"\xce\x01\n\x10SamplingDefaults\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penalty*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x12\n\x0ePRIORITY_BATCH\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x03\x32\xa8\x02\n\nGeneration\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15tandem/v1/cache.proto\x1a\x18tandem/v1/sampling.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"\xc0\x01\n\x04\x43hat\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\xa7\x02\n\rOutputOptions\x12\x14\n\x0ctop_logprobs\x18\x01 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x02 \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\x03 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x04 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x18\n\x0binclude_eos\x18\x07 \x01(\x08H\x02\x88\x01\x01\x12\x11\n\town_bytes\x18\x08 \x01(\x08\x42\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\x0e\n\x0c_include_eos\"\xa5\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12(\n\x06output\x18\x06 \x01(\x0b\x32\x18.tandem.v1.OutputOptions\x12\x18\n\x0bnum_choices\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x08 \x01(\t\x12%\n\x08priority\x18\t \x01(\x0e\x32\x13.tandem.v1.Priority\x12\x33\n\x0bttft_target\x18\n \x01(\x0b\x32\x19.google.protobuf.DurationH\x02\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0b \x01(\rH\x03\x88\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12*\n\x0b\x63\x61\x63he_hints\x18\r \x01(\x0b\x32\x15.tandem.v1.CacheHints\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0e \x01(\x08H\x04\x88\x01\x01\x42\x07\n\x05inputB\x0e\n\x0c_num_choicesB\x0e\n\x0c_ttft_targetB\n\n\x08_best_ofB\x15\n\x13_add_special_tokens\"\x9c\x01\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x14\n\x07logprob\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12 \n\x03top\x18\x04 \x03(\x0b\x32\x13.tandem.v1.TopToken\x12\x0f\n\x07special\x18\x05 \x01(\x08\x12\x16\n\town_bytes\x18\x06 \x01(\x0cH\x01\x88\x01\x01\x42\n\n\x08_logprobB\x0c\n\n_own_bytes\"[\n\x08TopToken\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12\x16\n\town_bytes\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x42\x0c\n\n_own_bytes\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"r\n\x06Timing\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x12\n\nprepare_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12*\n\x08\x61ttempts\x18\x04 \x03(\x0b\x32\x18.tandem.v1.AttemptTiming\"\xc7\x01\n\rAttemptTiming\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x13\n\x0b\x64ispatch_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x13\n\x0btransfer_ms\x18\x04 \x01(\x01\x12\x0f\n\x07wait_ms\x18\x05 \x01(\x01\x12\x11\n\tdecode_ms\x18\x06 \x01(\x01\x12\x12\n\nbackoff_ms\x18\x07 \x01(\x01\x12\x1b\n\x0ekv_transfer_ms\x18\x08 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_kv_transfer_ms\"{\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.tandem.v1.Token\x12\x14\n\x0cin_reasoning\x18\x04 \x01(\x08\x12\r\n\x05model\x18\x05 \x01(\t\"\xec\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12%\n\x06prompt\x18\x02 \x01(\x0b\x32\x15.tandem.v1.PromptInfo\x12 \n\x06tokens\x18\x03 \x03(\x0b\x32\x10.tandem.v1.Token\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x0c\n\x04\x65\x63ho\x18\x06 \x01(\t\x12!\n\x06timing\x18\x07 \x01(\x0b\x32\x11.tandem.v1.Timing\"\xf8\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x1f\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0f.tandem.v1.ChatH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokensB\x16\n\x14_skip_special_tokens\"B\n\x10TokenizeResponse\x12 \n\x06tokens\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Token\x12\x0c\n\x04text\x18\x02 \x01(\t\"$\n\x13GetTokenizerRequest\x12\r\n\x05model\x18\x01 \x01(\t\"+\n\x14GetTokenizerResponse\x12\x13\n\x0b\x63onfig_json\x18\x01 \x01(\t\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"3\n\x10GetModelResponse\x12\x1f\n\x05model\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Model\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"\x8a\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x10max_input_tokens\x18\x02 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\r\n\x05ready\x18\x07 \x01(\x08\x12\x18\n\x10tool_call_format\x18\x0c \x01(\t\x12\x15\n\rhas_reasoning\x18\r \x01(\x08\x12\x1a\n\x12is_encoder_decoder\x18\x10 \x01(\x08\x12\x1f\n\x17max_concurrent_requests\x18\x11 \x01(\r\x12\x10\n\x08\x61\x64\x61pters\x18\x12 \x03(\t\x12\x36\n\x11sampling_defaults\x18\x13 \x01(\x0b\x32\x1b.tandem.v1.SamplingDefaults\x12\x1c\n\x14serving_since_unix_s\x18\x14 \x01(\x04\x12\x14\n\x0cstop_strings\x18\x15 \x03(\t\"\xce\x01\n\x10SamplingDefaults\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penalty*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x12\n\x0ePRIORITY_BATCH\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x03\x32\xf9\x02\n\nGeneration\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12O\n\x0cGetTokenizer\x12\x1e.tandem.v1.GetTokenizerRequest\x1a\x1f.tandem.v1.GetTokenizerResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRIORITY']._serialized_start=3193
-  _globals['_PRIORITY']._serialized_end=3298
+  _globals['_PRIORITY']._serialized_start=3446
+  _globals['_PRIORITY']._serialized_end=3551
   _globals['_TOKENIDS']._serialized_start=122
   _globals['_TOKENIDS']._serialized_end=145
   _globals['_CHATMESSAGE']._serialized_start=147
@@ -45,37 +45,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OUTPUTOPTIONS']._serialized_start=409
   _globals['_OUTPUTOPTIONS']._serialized_end=704
   _globals['_GENERATEREQUEST']._serialized_start=707
-  _globals['_GENERATEREQUEST']._serialized_end=1200
-  _globals['_TOKEN']._serialized_start=1203
-  _globals['_TOKEN']._serialized_end=1359
-  _globals['_TOPTOKEN']._serialized_start=1361
-  _globals['_TOPTOKEN']._serialized_end=1452
-  _globals['_USAGE']._serialized_start=1454
-  _globals['_USAGE']._serialized_end=1534
-  _globals['_TIMING']._serialized_start=1536
-  _globals['_TIMING']._serialized_end=1650
-  _globals['_ATTEMPTTIMING']._serialized_start=1653
-  _globals['_ATTEMPTTIMING']._serialized_end=1852
-  _globals['_PROMPTINFO']._serialized_start=1854
-  _globals['_PROMPTINFO']._serialized_end=1977
-  _globals['_GENERATERESPONSE']._serialized_start=1980
-  _globals['_GENERATERESPONSE']._serialized_end=2216
-  _globals['_TOKENIZEREQUEST']._serialized_start=2219
-  _globals['_TOKENIZEREQUEST']._serialized_end=2353
-  _globals['_TOKENIZERESPONSE']._serialized_start=2355
-  _globals['_TOKENIZERESPONSE']._serialized_end=2421
-  _globals['_GETMODELREQUEST']._serialized_start=2423
-  _globals['_GETMODELREQUEST']._serialized_end=2455
-  _globals['_GETMODELRESPONSE']._serialized_start=2457
-  _globals['_GETMODELRESPONSE']._serialized_end=2508
-  _globals['_LISTMODELSREQUEST']._serialized_start=2510
-  _globals['_LISTMODELSREQUEST']._serialized_end=2529
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2531
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2585
-  _globals['_MODEL']._serialized_start=2588
-  _globals['_MODEL']._serialized_end=2982
-  _globals['_SAMPLINGDEFAULTS']._serialized_start=2985
-  _globals['_SAMPLINGDEFAULTS']._serialized_end=3191
-  _globals['_GENERATION']._serialized_start=3301
-  _globals['_GENERATION']._serialized_end=3597
+  _globals['_GENERATEREQUEST']._serialized_end=1256
+  _globals['_TOKEN']._serialized_start=1259
+  _globals['_TOKEN']._serialized_end=1415
+  _globals['_TOPTOKEN']._serialized_start=1417
+  _globals['_TOPTOKEN']._serialized_end=1508
+  _globals['_USAGE']._serialized_start=1510
+  _globals['_USAGE']._serialized_end=1590
+  _globals['_TIMING']._serialized_start=1592
+  _globals['_TIMING']._serialized_end=1706
+  _globals['_ATTEMPTTIMING']._serialized_start=1709
+  _globals['_ATTEMPTTIMING']._serialized_end=1908
+  _globals['_PROMPTINFO']._serialized_start=1910
+  _globals['_PROMPTINFO']._serialized_end=2033
+  _globals['_GENERATERESPONSE']._serialized_start=2036
+  _globals['_GENERATERESPONSE']._serialized_end=2272
+  _globals['_TOKENIZEREQUEST']._serialized_start=2275
+  _globals['_TOKENIZEREQUEST']._serialized_end=2523
+  _globals['_TOKENIZERESPONSE']._serialized_start=2525
+  _globals['_TOKENIZERESPONSE']._serialized_end=2591
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=2593
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=2629
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=2631
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=2674
+  _globals['_GETMODELREQUEST']._serialized_start=2676
+  _globals['_GETMODELREQUEST']._serialized_end=2708
+  _globals['_GETMODELRESPONSE']._serialized_start=2710
+  _globals['_GETMODELRESPONSE']._serialized_end=2761
+  _globals['_LISTMODELSREQUEST']._serialized_start=2763
+  _globals['_LISTMODELSREQUEST']._serialized_end=2782
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2784
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2838
+  _globals['_MODEL']._serialized_start=2841
+  _globals['_MODEL']._serialized_end=3235
+  _globals['_SAMPLINGDEFAULTS']._serialized_start=3238
+  _globals['_SAMPLINGDEFAULTS']._serialized_end=3444
+  _globals['_GENERATION']._serialized_start=3554
+  _globals['_GENERATION']._serialized_end=3931
 # @@protoc_insertion_point(module_scope)

@@ -45,6 +45,11 @@ class GenerationStub:
                 request_serializer=tandem_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_unary(
+                '/tandem.v1.Generation/GetTokenizer',
+                request_serializer=tandem_dot_v1_dot_generation__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_generation__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/tandem.v1.Generation/GetModel',
                 request_serializer=tandem_dot_v1_dot_generation__pb2.GetModelRequest.SerializeToString,
@@ -70,6 +75,13 @@ class GenerationServicer:
 
     def Tokenize(self, request, context):
         """Turns text or chat messages into the token ids that Generate would use.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokenizer(self, request, context):
+        """Describes a model's tokenizer, to clients that have none of its files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +113,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.Tokenize,
                     request_deserializer=tandem_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=tandem_dot_v1_dot_generation__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_generation__pb2.GetTokenizerResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -168,6 +185,33 @@ class Generation:
             '/tandem.v1.Generation/Tokenize',
             tandem_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
             tandem_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Generation/GetTokenizer',
+            tandem_dot_v1_dot_generation__pb2.GetTokenizerRequest.SerializeToString,
+            tandem_dot_v1_dot_generation__pb2.GetTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

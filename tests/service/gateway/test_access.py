@@ -17,7 +17,7 @@ from tests.fakes.sdk_router import Script, running_router
 from tests.service.gateway.http import gateway_at, running_gateway
 from tests.service.security.keys import KEYS, write_keys
 
-OPEN = {("GET", "/"), ("GET", "/mesh"), ("GET", "/health"), ("GET", "/ping"), ("GET", "/metrics")}
+OPEN = {("GET", path) for path in ("/", "/mesh", "/health", "/ping", "/metrics")} | {("POST", "/ping")}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 BAD_CREDENTIALS: list[dict[str, str]] = [
     {},

@@ -18,7 +18,7 @@ from mesh.process import MetricsSettings
 from router.advice import RoleLoad, Sample
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.evidence import Evidence
-from tests.exposition import Samples, changed, documented, fetch, names_of, parse, scrape
+from tests.exposition import Samples, changed, documented, documented_labels, fetch, metrics, names_of, parse, scrape
 from tests.fakes.requests import make_request as make_sequence
 from tests.fakes.router_workers import DecodeScript, FakeDecodeWorker, PrefillScript
 from tests.fakes.runner import FAKE_LAYOUT
@@ -123,6 +123,9 @@ def require_all(service: str, scrapes: list[Samples], evidence: Evidence) -> Non
     evidence("R25", f"documented metrics that change: {service.lower()}", figure, target="all", ok=told <= moved)
     assert told - moved == set()
     assert {name for samples in scrapes for name in names_of(samples)} - documented(service).keys() == set()
+    there = {sample for samples in scrapes for sample in samples}
+    labels = {(*metrics([name]), label) for name, pairs in there for label, _ in pairs if label != "le"}
+    assert labels == {(name, label) for name, each in documented_labels(service).items() for label in each}
 
 
 def value_of(samples: Samples, name: str) -> float:

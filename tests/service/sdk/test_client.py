@@ -274,6 +274,7 @@ async def test_iterators_last_for_all_rounds(client: tandem.AsyncClient, router:
 
 async def test_models_tokens_and_workers(client: tandem.AsyncClient) -> None:
     assert [token.id for token in await client.tokenize(prompt="ab")] == [97, 98]
+    assert await client.tokenizer_config() == {"eos_token": "<end>"}
     assert [model.name for model in await client.models()] == ["fake"]
     assert (await client.model()).max_total_tokens == 1000
     with pytest.raises(tandem.ModelNotFound, match="other"):

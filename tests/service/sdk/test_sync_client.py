@@ -40,6 +40,7 @@ def test_the_same_answers(client: tandem.Client) -> None:
     assert "".join(event.text for event in client.stream(prompt="")) == STORY
     assert client.generate_until_done(prompt="", max_new_tokens=9).text == STORY
     assert len(client.tokenize(prompt="ab")) == 2
+    assert client.tokenizer_config() == {"eos_token": "<end>"}
     assert [model.name for model in client.models()] == [client.model().name]
     assert client.mesh().workers == client.workers()
 

@@ -77,6 +77,9 @@ class Answering:
     async def render(self, **arguments: Any) -> str:
         return "xy"
 
+    async def wait_ready(self, timeout: float = 0) -> None:
+        return
+
     async def drain(self, worker_id: str, timeout: float = 0) -> None:
         return
 

@@ -1,7 +1,7 @@
 """Text out of tokens: nothing lost, nothing revised, stop strings found wherever they are cut."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as NativeTokenizer
 from router.text.text_stream import StopMatcher, TextRules, TextStream
 from router.text.tokenizer import Detokenizer, Tokenizer
 from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer, write_checkpoint
+from tests.fakes.tokenizers import write_gpt2, write_llama
 
 
 @functools.cache
@@ -180,6 +181,19 @@ def test_special_tokens_have_no_text() -> None:
     assert pieces[0].special
     assert pieces[-1].special
     assert "".join(piece.text for piece in pieces) == "hello"
+
+
+@pytest.mark.parametrize("write", [write_gpt2, write_llama])
+def test_special_tokens_may_have_their_names(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    native = Tokenizer.load(write(tmp_path), frozenset())._native
+    native.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer = Tokenizer(native)
+    end = native.token_to_id("<|end|>")
+    ids = [end, *tokenizer.encode("hello für 😀", add_special_tokens=False)[:-1], end]
+    pieces = tokenizer.pieces(ids, skip_special_tokens=False)
+    assert [pieces[0], pieces[-1]] == [(end, "<|end|>", True), (end, pieces[-1].text, True)]
+    assert pieces[-1].text.endswith("<|end|>")
+    assert "".join(piece.text for piece in pieces) == native.decode(ids, skip_special_tokens=False)
 
 
 def test_prompts_are_never_cut_or_padded(tmp_path: Path) -> None:

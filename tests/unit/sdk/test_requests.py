@@ -104,6 +104,16 @@ def test_messages_become_a_conversation() -> None:
     assert [(turn.role, turn.content) for turn in request.chat.messages] == [("user", "hi")]
 
 
+@pytest.mark.parametrize("name", ["add_special_tokens", "skip_special_tokens"])
+def test_special_tokens_of_a_text_are_wanted_or_not(name: str) -> None:
+    assert not tokenize_request({"prompt": "x"}).HasField(name)
+    request = tokenize_request({"prompt": "x", name: False})
+    assert request.HasField(name)
+    assert not getattr(request, name)
+    generates = generate_request({"prompt": "x", name: False})
+    assert (generates if name == "add_special_tokens" else generates.output).HasField(name)
+
+
 def test_one_stop_string_may_come_bare() -> None:
     assert list(generate_request({"prompt": "x", "stop": "end"}).sampling.stop) == ["end"]
 

@@ -116,6 +116,7 @@ class AsyncClient:
 
     async def stream(self, **arguments: Unpack[GenerateArguments]) -> AsyncGenerator[TokenEvent, None]:
         """Generate an answer and yield one event per token. Leaving the loop, or `aclose()`, cancels the call."""
+        self._connection.require_open()
         request = generate_request(arguments)
         make_repeatable(request)
         reader = EventReader(
@@ -224,6 +225,7 @@ class AsyncClient:
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Wait until a router serves. Routers need not be running yet. Raises DeadlineExceeded."""
+        self._connection.require_open()
         await self._connection.wait_serving(timeout)
 
     async def _tokenize(self, arguments: TokenizeArguments) -> generation_pb2.TokenizeResponse:
@@ -234,6 +236,7 @@ class AsyncClient:
         self, method: Callable[[Stubs], Callable[..., Awaitable[R]]], request: Message, timeout: float | None
     ) -> R:
         """Make a unary call. `method` selects the RPC from the stubs of a router."""
+        self._connection.require_open()
         return await self._connection.unary(method, request, self._deadline(timeout))
 
     def _deadline(self, timeout: float | None) -> Deadline:

@@ -266,7 +266,7 @@ def make_repeatable(request: generation_pb2.GenerateRequest) -> None:
 class ResumableStream:
     """The messages of one Generate call, possibly from several routers in turn.
 
-    After a loss, the search for a router takes at most `resume_timeout_s`, within `deadline`; 0 seconds disable it.
+    After each loss, the search for a router takes at most `resume_timeout_s`, within `deadline`; 0 seconds disable it.
     `on_repeat` is called before the messages start again from the first. `is_complete` says whether the messages so far
     are the whole answer: a loss then ends the stream.
     """
@@ -317,30 +317,34 @@ class ResumableStream:
             self._stream.cancel()
 
     async def _repeat(self, loss: ConnectionFailed) -> MessageStream:
-        """Send the call again and return its stream at the first message. Raises `loss` if no router accepts it in
-        time.
+        """Send the call again and return its stream at the first message. Raises the latest loss, at first `loss`, if
+        no router accepts the call in time.
         """
-        if self._losses.are_too_many or not self._resume_timeout_s:
-            raise loss
         if self._stream is not None and self._request.HasField("ttft_target"):
             # The first token was delivered before the loss, so its target no longer applies.
             self._request.ttft_target.FromMicroseconds(max(1, round(self._deadline.remaining_s() * 1_000_000)))
+        while True:
+            if self._losses.are_too_many or not self._resume_timeout_s:
+                raise loss
+            try:
+                stream = await self._search()
+            except Cancelled:
+                raise
+            except TandemError as error:
+                if not self._deadline.remaining_s():
+                    raise DeadlineExceeded(f"out of time while looking for a router: {loss}") from error
+                if self._losses.last in (None, loss):
+                    raise loss from error
+                loss = self._losses.last  # a router had accepted the call and was lost, too
+            else:
+                self._on_repeat()
+                return stream
+
+    async def _search(self) -> MessageStream:
+        """Send the call to the first router that serves, for `resume_timeout_s` at most. Raises TandemError."""
         retry_deadline = Deadline.after(min(self._resume_timeout_s, self._deadline.remaining_s()))
-        try:
-            # A router that has just started does not know its workers and their limits yet.
-            await self._connection.wait_serving(retry_deadline.remaining_s(), stagger_s=_STAGGER_S)
-            stream = await self._connection.open_stream(
-                self._request,
-                self._deadline,
-                self._losses,
-                policy=_UNLIMITED_RETRIES,
-                retry_deadline=retry_deadline,
-            )
-        except Cancelled:
-            raise
-        except TandemError as error:
-            if not self._deadline.remaining_s():
-                raise DeadlineExceeded(f"out of time while looking for a router: {loss}") from error
-            raise loss from error
-        self._on_repeat()
-        return stream
+        # A router that has just started does not know its workers and their limits yet.
+        await self._connection.wait_serving(retry_deadline.remaining_s(), stagger_s=_STAGGER_S)
+        return await self._connection.open_stream(
+            self._request, self._deadline, self._losses, policy=_UNLIMITED_RETRIES, retry_deadline=retry_deadline
+        )

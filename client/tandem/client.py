@@ -48,9 +48,9 @@ class AsyncClient:
     and stays with that router.
 
     A call survives the loss of its router: the client sends the request again, to the next router or to the same
-    address, for up to `resume_timeout` seconds within the timeout of the call. It removes tokens that it has delivered
-    before, so that the events are the same as without the loss. If no router accepts the request, or `resume_timeout`
-    is 0, the call raises ConnectionFailed.
+    address, for up to `resume_timeout` seconds after each loss, within the timeout of the call. It removes tokens that
+    it has delivered before, so that the events are the same as without the loss. If no router accepts the request, or
+    `resume_timeout` is 0, the call raises ConnectionFailed.
 
     `tls` is True for certificates of public CAs, or a Tls object that names a CA. `open_channel` creates the gRPC
     channel to an address; pass your own to add interceptors. Use a client in one event loop at a time. Any number of

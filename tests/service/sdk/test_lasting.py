@@ -2,15 +2,18 @@
 
 import asyncio
 import dataclasses
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 import tandem
-from tandem import _connection
+from tandem import _calls, _connection
 from tandem._calls import Deadline
 from tandem._routers import Router
 from tests.defects import Repaired
@@ -93,6 +96,28 @@ async def test_a_router_that_is_started_again_at_its_address(monkeypatch: pytest
         assert (await waiting).text == " "
         seeds = {request.sampling.seed for request in (*old.script.requests, *new.script.requests)}
     assert len(seeds - {0}) == 1, "the draws of the first call would be others"
+
+
+async def test_the_time_to_find_a_router_begins_with_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_s = 0.0
+    monkeypatch.setattr(_calls, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+    async with AsyncExitStack() as stack:
+        scripts = (Script(hold_after_messages=0), Script(hold_after_messages=0), Script())
+        routers = [FakeRouter(script) for script in scripts]
+        await routers[0].start()
+        await routers[0].set_serving(True)
+        client = await stack.enter_async_context(
+            tandem.AsyncClient(routers[0].address, timeout=10 * LIMIT_S, max_retries=0, resume_timeout=LIMIT_S)
+        )
+        call = asyncio.create_task(client.generate(prompt=""))
+        for old, new in pairwise(routers):
+            await asyncio.wait_for(old.script.holding.wait(), LIMIT_S)
+            passed_s += 2 * LIMIT_S  # the call waits in the router's queue meanwhile
+            await old.stop()
+            await new.start(int(old.address.rpartition(":")[2]))
+            stack.push_async_callback(new.stop)
+            await new.set_serving(True)
+        assert (await call).text == STORY
 
 
 @pytest.mark.parametrize("code", [0, 2, 5, 7, 8])

@@ -1,4 +1,4 @@
-"""Calls to routers: their deadlines, gRPC's errors as errors of this package, and retries.
+"""Calls to routers: deadlines, gRPC's errors as errors of this package, and when a call is retried (_connection.py).
 
 Only calls that have delivered nothing are retried. If a router cannot be reached, is stopping or has no workers, the
 client tries the next router at once. It does not do so for an overloaded router: routers of one mesh share a limit, so

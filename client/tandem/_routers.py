@@ -37,7 +37,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2000),
     # Limit on the time to connect: a client with several routers then tries the next one.
     ("grpc.min_reconnect_backoff_ms", 5000),
-    # Retries are decided in _calls.py only.
+    # Retries are decided in _connection.py only.
     ("grpc.enable_retries", 0),
 )
 

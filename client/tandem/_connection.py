@@ -19,8 +19,9 @@ from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tandem._calls import ELSEWHERE, Deadline, RetryPolicy
+from tandem._responses import EventReader
 from tandem._routers import Channels, Router, Routers, Stubs
-from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, NoWorkers, TandemError
+from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
 from tandem.v1 import generation_pb2
 
 R = TypeVar("R")
@@ -150,8 +151,8 @@ class Connection:
     async def _round(self, attempt: Attempt[R], deadline: Deadline, losses: Losses) -> R:
         """Call `attempt` at one router after the other until it succeeds. Raise the error of the last router.
 
-        A connection that broke during the call is raised rather than a later failure to connect, because a router may
-        have started to process the request.
+        A connection that broke during the call is raised rather than a later failure to connect or NoWorkers, because a
+        router has accepted the call.
         """
         error: TandemError | None = None
         for router in self._routers:
@@ -161,7 +162,7 @@ class Connection:
                 self._routers.avoid(router)
                 if isinstance(failure, ConnectionFailed) and failure.broke:
                     losses.add(failure)
-                error = failure if isinstance(failure, NoWorkers) else losses.last or failure
+                error = losses.last or failure
                 if losses.are_too_many:
                     break
         assert error is not None  # there is at least one router
@@ -267,8 +268,8 @@ class ResumableStream:
     """The messages of one Generate call, possibly from several routers in turn.
 
     After each loss, the search for a router takes at most `resume_timeout_s`, within `deadline`; 0 seconds disable it.
-    `on_repeat` is called before the messages start again from the first. `is_complete` says whether the messages so far
-    are the whole answer: a loss then ends the stream.
+    `reader` reads the messages: it is told when they start again from the first, and a loss behind the whole answer
+    ends the stream.
     """
 
     def __init__(
@@ -276,17 +277,15 @@ class ResumableStream:
         connection: Connection,
         request: generation_pb2.GenerateRequest,
         deadline: Deadline,
+        reader: EventReader,
         *,
         resume_timeout_s: float,
-        on_repeat: Callable[[], None],
-        is_complete: Callable[[], bool],
     ) -> None:
         self._connection = connection
         self._request = request
         self._deadline = deadline
         self._resume_timeout_s = resume_timeout_s
-        self._on_repeat = on_repeat
-        self._is_complete = is_complete
+        self._reader = reader
         self._stream: MessageStream | None = None
         self._losses = Losses()
 
@@ -302,7 +301,7 @@ class ResumableStream:
                 self._losses.add(loss)  # `open_stream` adds its own
             elif not loss.broke:
                 raise  # no router has accepted the call
-            if self._is_complete():
+            if self._reader.is_complete():
                 return None
             self._stream = await self._repeat(loss)
         message = self._stream.message
@@ -337,7 +336,7 @@ class ResumableStream:
                     raise loss from error
                 loss = self._losses.last  # a router had accepted the call and was lost, too
             else:
-                self._on_repeat()
+                self._reader.repeat()
                 return stream
 
     async def _search(self) -> MessageStream:

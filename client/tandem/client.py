@@ -124,14 +124,7 @@ class AsyncClient:
             has_details=bool(request.output.top_logprobs) or request.output.own_bytes,
         )
         deadline = self._deadline(arguments.get("timeout"))
-        stream = ResumableStream(
-            self._connection,
-            request,
-            deadline,
-            resume_timeout_s=self._resume_timeout_s,
-            on_repeat=reader.repeat,
-            is_complete=reader.is_complete,
-        )
+        stream = ResumableStream(self._connection, request, deadline, reader, resume_timeout_s=self._resume_timeout_s)
         try:
             while (message := await stream.read()) is not None:
                 for event in reader.read(message):

@@ -23,6 +23,7 @@ from tests.waiting import until
 
 BROKE = Refusal(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 STOPPING = Refusal(grpc.StatusCode.UNAVAILABLE, "this router is stopping", (("tandem-error", "RouterStopping"),))
+NO_WORKERS = Refusal(grpc.StatusCode.UNAVAILABLE, "this router is stopping", (("tandem-error", "NoWorkers"),))
 EVERYTHING = {"prompt": "Go: ", "n": 3, "top_logprobs": 2, "prompt_logprobs": True, "echo": True}
 LIMIT_S = 60
 
@@ -75,6 +76,14 @@ async def test_answers_that_outlast_a_stopping_router_go_on(num_messages: int, e
             events = await events_of(client, prompt="")
         assert [len(router.script.requests) for router in (first, second)] == [1, 1]
     assert "".join(event.text for event in events) == STORY
+
+
+async def test_a_stopping_router_that_refuses_the_call_which_it_has_just_cut_off() -> None:
+    async with running_router() as router:
+        router.script.refusals = deque([STOPPING, *[NO_WORKERS] * 4])
+        async with client_of(router) as client:
+            assert (await client.generate(prompt="")).text == STORY
+        assert len(router.script.requests) == 6
 
 
 async def test_a_router_that_is_started_again_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

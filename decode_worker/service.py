@@ -128,7 +128,9 @@ class DecodeService:
         session.entries[key] = self._entries[key] = entry
         if spec.time_left_s is not None:
             loop = asyncio.get_running_loop()
-            entry.deadline = loop.call_later(spec.time_left_s, self._time_is_up, key)
+            entry.deadline = loop.call_later(
+                spec.time_left_s, self._fail, key, SequenceFailure.DEADLINE, "its time is up"
+            )
         entry.replaced = tuple(self._retire(attempt) for attempt in attempts)
         entry.span = begin_span("decode_worker", "decode", spec)
         return entry
@@ -266,9 +268,6 @@ class DecodeService:
         if key is not None:
             is_wrong = isinstance(error, TransferCorrupt | LayoutMismatch)
             self._fail(key, SequenceFailure.KV_REFUSED if is_wrong else SequenceFailure.KV_MISSING, str(error))
-
-    def _time_is_up(self, key: SequenceKey) -> None:
-        self._fail(key, SequenceFailure.DEADLINE, "its time is up")
 
     def _fail(self, key: SequenceKey, reason: SequenceFailure, detail: str) -> None:
         entry = self._entries.get(key)

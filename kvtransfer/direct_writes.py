@@ -1,19 +1,19 @@
-"""The receiver's side of a conversation over a link: chunks that the thread writes which reads them."""
+"""The receiver's side of a conversation over a link: the thread that reads a chunk also writes it into the store."""
 
 import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from kvtransfer.messages import TransferChunk, request_from_bytes
 from kvtransfer.transports.link import Call, Work
+from mesh.tasks import call_on
 
 
 class DirectWrites:
-    """Chunks of one conversation over a link, each written by the thread that reads it. If a write hangs, another
-    thread reads, and leaves the chunks that come to the first one. `accept` gets a chunk when it has been read, `write`
-    in its turn; both raise.
+    """Writes the chunks of one conversation, in order, on the link's threads. If a write hangs, another thread reads
+    on, and queues the chunks that it reads for the thread in the write. `accept` checks a chunk when it has been read;
+    `write` writes it in its turn. An error of either ends the call.
     """
 
     def __init__(
@@ -86,16 +86,12 @@ class DirectWrites:
             self._is_writing = False
             waiting, self._waiting = self._waiting, None
         if waiting is not None:
-            self._on_loop(waiting.set)
+            call_on(self._loop, waiting.set)
         return None
 
     def _fail(self, error: Exception) -> None:
         self._is_open, self._error = False, error
-        self._on_loop(self._call.fail, error)
-
-    def _on_loop(self, callback: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed: the process is stopping
-            self._loop.call_soon_threadsafe(callback, *args)
+        call_on(self._loop, self._call.fail, error)
 
 
 def _nothing() -> None:

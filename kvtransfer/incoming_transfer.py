@@ -110,7 +110,7 @@ class TransferChecks:
 
 
 class IncomingShards:
-    """The shards that make up `whole`. `error`: why the transfer fails, if it does; the first reason counts."""
+    """The shards that make up `whole`. `error` is the first reason for which the transfer fails, None until then."""
 
     def __init__(self, whole: KVSpan) -> None:
         self.error: MeshError | None = None
@@ -150,7 +150,7 @@ class IncomingShards:
 
     def commit(self, span: KVSpan, first_token_id: int) -> None:
         """A shard is complete and verified. Raises TransferFailed if the transfer has failed meanwhile, and
-        TransferCorrupt if shards disagree; the shard is still to `leave` then.
+        TransferCorrupt if shards disagree about the first token; the caller must `leave` the shard then.
         """
         if self.error is not None:
             raise TransferFailed(f"the transfer has failed: {self.error}")
@@ -166,7 +166,7 @@ class IncomingShards:
             self.error = error
 
     def leave(self, span: KVSpan) -> None:
-        """A shard that is not committed is written no more."""
+        """Nothing writes this shard any more. Does nothing if it is committed."""
         self._writing.discard(span)
 
     @staticmethod

@@ -284,8 +284,8 @@ class OutgoingConversation:
 
 
 class _Credit:
-    """Chunks that may be sent before an acknowledgement: of this transfer, and of all transfers to its receiver, which
-    get back at the end what this one has not.
+    """Limits the unacknowledged chunks of this transfer, and those of all transfers to its receiver together. At the
+    end, this transfer's unacknowledged chunks no longer count for the others.
     """
 
     def __init__(self, num_chunks: int, of_receiver: asyncio.Semaphore) -> None:

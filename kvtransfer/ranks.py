@@ -203,7 +203,9 @@ class _Expected:
 
 
 class RankedReceiver:
-    """Receives KV into all ranks; methods and callbacks are those of KVReceiver. `open_own` makes this process's."""
+    """Receives KV into all ranks; methods and callbacks are those of KVReceiver. `open_own` makes the receiver of this
+    process.
+    """
 
     def __init__(
         self,

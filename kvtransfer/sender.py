@@ -52,16 +52,14 @@ class KVSender:
             raise ConfigurationError(
                 f"one block of one layer has {max_chunk_bytes} bytes: too many; use smaller blocks"
             )
-        self._channels = ChannelPool(settings.channel_idle_s, credentials.tls, settings.receiver_chunks)
-        self._executor = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kv-gather")
         self._resources = SenderResources(
             store=store,
             worker_id=worker_id,
             metadata=credentials.metadata(),
             settings=settings,
             transports=transports or open_send_transports(settings, max_chunk_bytes),
-            channels=self._channels,
-            executor=self._executor,
+            channels=ChannelPool(settings.channel_idle_s, credentials.tls, settings.receiver_chunks),
+            executor=ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kv-gather"),
         )
         self._open_transports = list(self._resources.transports)
         memories = [memory for transport in self._open_transports if (memory := transport.memory()) is not None]
@@ -87,8 +85,8 @@ class KVSender:
     async def close(self) -> None:
         """Abort all transfers, then close connections, threads and shared memory; idempotent."""
         await asyncio.gather(*(transfer.abort() for transfer in list(self._transfers)))
-        await self._channels.close()
-        self._executor.shutdown(wait=False)
+        await self._resources.channels.close()
+        self._resources.executor.shutdown(wait=False)
         while self._unpin:
             self._unpin.pop()()
         while self._open_transports:
@@ -110,7 +108,8 @@ class OutgoingTransfer:
         self._conversation = OutgoingConversation(spec, resources)
         self._is_aborted = False
         self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(lambda task: self._ended(task, on_end))
+        self._task.add_done_callback(mark_retrieved)  # `commit` and `ended` raise its error
+        self._task.add_done_callback(lambda _: on_end(self))
 
     def announce(self, blocks: Span, layers: Span) -> None:
         """Say that the KV of these block positions in these layers is in the store and final. Announce each
@@ -175,7 +174,3 @@ class OutgoingTransfer:
             raise TransferFailed("the sender failed; its log has the details") from error
         log.debug("transfer_finished", **names, num_bytes=result.num_bytes, transport=result.transport)
         return result
-
-    def _ended(self, task: asyncio.Task[TransferResult], on_end: Callable[["OutgoingTransfer"], None]) -> None:
-        mark_retrieved(task)  # `commit` and `ended` raise it
-        on_end(self)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.server import MAX_MESSAGE_BYTES
 
+_MAX_CONNECT_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
@@ -38,6 +40,11 @@ class TransferSettings:
     shm_dir: str = "/dev/shm"
     trust_fabric: bool = False
     """Use nixl and mooncake, and gloo and nccl beyond this machine, too. They neither authenticate nor encrypt."""
+
+    @property
+    def connect_s(self) -> float:
+        """Limit on the time to connect to a peer outside gRPC: the lease of the transfer runs meanwhile."""
+        return min(_MAX_CONNECT_S, self.lease_s / 2)
 
     def __post_init__(self) -> None:
         if not self.transports:

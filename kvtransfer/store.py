@@ -36,6 +36,6 @@ class KVStore(Protocol):
         ...
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
-        """Prepare memory into which KV will be copied often, for the life of a sender. Returns what ends it, which is
-        called before the memory is freed, when no thread copies."""
+        """Prepare memory into which KV will be copied often, for the life of a sender, as by pinning it for a GPU.
+        Return a function that undoes this. The sender calls it before it frees the memory, when no thread copies."""
         ...

@@ -1,5 +1,6 @@
 """asyncio tasks: delays between attempts, cancellation that a library hides, tasks that succeed or fail as one, the end
-of tasks, and waiting: for an event within a time, for a thread or a coroutine even when cancelled.
+of tasks, and waiting: for an event within a time, for a thread or a coroutine even when cancelled. `call_on` reaches
+a loop from another thread.
 """
 
 import asyncio
@@ -115,6 +116,12 @@ async def set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Call `callback` on `loop`, from any thread. Does nothing once the loop is closed: the process is stopping."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *args)
 
 
 def mark_retrieved(future: "asyncio.Future[Any]") -> None:

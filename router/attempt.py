@@ -108,7 +108,9 @@ class Attempt:
             return
         ready_tokens = await self._wait_reserved()
         if ready_tokens is not None:
-            self._start_prefill(prefill, KVDestination.at(self.placement.decode, transfer_id, ready_tokens))
+            destination = KVDestination.at(self.placement.decode, transfer_id, ready_tokens)
+            self._prefill_call = asyncio.create_task(self._run_prefill(prefill, destination))
+            self._prefill_call.add_done_callback(self._prefill_ended)
 
     def on_reserved(self, ready_tokens: int) -> None:
         self._reservation.confirm()
@@ -190,10 +192,6 @@ class Attempt:
     def _prefill_runs(self) -> bool:
         """True while the prefill call runs: the call has a deadline of its own."""
         return self._prefill_call is not None and not self._prefill_call.done()
-
-    def _start_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
-        self._prefill_call = asyncio.get_running_loop().create_task(self._run_prefill(worker, destination))
-        self._prefill_call.add_done_callback(self._prefill_ended)
 
     async def _run_prefill(self, worker: WorkerInfo, destination: KVDestination) -> None:
         async with aclosing(self._prefill_client.run(worker, self._spec, destination)) as events:

@@ -125,7 +125,9 @@ class ModelService:
             await self._text.grammars.check(params.sampling.structure, params.tenant.name)
             prompt = await self._encode(params)
             valid = self._validate(params, prompt, queue_entry, adapter)
-            echo = await self._echo(prompt) if params.echo else ""
+            echo = ""
+            if params.echo:
+                echo = await self._text.encoder.decode(prompt.ids) if prompt.text is None else prompt.text
             if self._is_grace_over:
                 raise RouterStopping(_STOPPING)
             return self._start(valid, permits, timeline, echo)
@@ -249,9 +251,6 @@ class ModelService:
         check_best_of(valid)
         check_prompt_logprobs(params, len(prompt.ids))
         return valid
-
-    async def _echo(self, prompt: EncodedPrompt) -> str:
-        return await self._text.encoder.decode(prompt.ids) if prompt.text is None else prompt.text
 
     def _start(self, valid: ValidRequest, permits: list[Permit], timeline: Timeline, echo: str) -> Answer:
         """Start one task per choice."""

@@ -1,4 +1,4 @@
-"""Calls to routers: their deadlines, gRPC's errors as errors of this package, and retries.
+"""Calls to routers: deadlines, gRPC's errors as errors of this package, and when a call is retried (_connection.py).
 
 Only calls that have delivered nothing are retried. If a router cannot be reached, is stopping or has no workers, the
 client tries the next router at once. It does not do so for an overloaded router: routers of one mesh share a limit, so
@@ -6,14 +6,12 @@ the next router would refuse as well, and all refused clients would arrive there
 as the router asks, and then tries again.
 """
 
-import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
 
 import grpc
 
@@ -80,8 +78,6 @@ ERROR_BY_CODE: Mapping[grpc.StatusCode, type[TandemError]] = MappingProxyType(
         grpc.StatusCode.FAILED_PRECONDITION: exceptions.ServerMisconfigured,
     }
 )
-
-T = TypeVar("T")
 
 # gRPC takes longer timeouts, and infinity, for ones that have passed.
 _LONGEST_S = 1e9
@@ -186,34 +182,3 @@ class RetryPolicy:
         # Clients that were refused together must not return together: the jitter is added to the requested delay.
         delay_s = backoff_s * jitter if requested_s is None else requested_s + backoff_s * jitter
         return delay_s if delay_s < remaining_s else None
-
-
-@dataclass(slots=True)
-class Losses:
-    """How many connections broke under one call, which may be why. Routers that say that they stop do not count."""
-
-    limit: int
-    count: int = 0
-
-    def add(self, loss: ConnectionFailed) -> None:
-        self.count += not loss.stopped
-
-    @property
-    def are_too_many(self) -> bool:
-        return self.count > self.limit
-
-
-async def retrying(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline, losses: Losses) -> T:
-    """Call `attempt()` until it returns, or until the policy gives up or there are too many losses. Its error is then
-    raised.
-    """
-    num_retries = 0
-    while True:
-        try:
-            return await attempt()
-        except TandemError as error:
-            delay_s = policy.delay_s(error, num_retries, deadline.remaining_s())
-            if delay_s is None or losses.are_too_many:
-                raise
-        await asyncio.sleep(delay_s)
-        num_retries += 1

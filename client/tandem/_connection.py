@@ -18,12 +18,15 @@ import grpc
 from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, retrying
-from tandem._routers import Channels, ClosedClient, Router, Routers, Stubs
+from tandem._calls import ELSEWHERE, Deadline, RetryPolicy
+from tandem._responses import EventReader
+from tandem._routers import Channels, Router, Routers, Stubs
 from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
 from tandem.v1 import generation_pb2
 
 R = TypeVar("R")
+Attempt = Callable[[Router, float], Awaitable[R]]
+"""Makes a call to one router, with a timeout in seconds."""
 
 # grpc.health.v1, encoded by hand to avoid a dependency: an empty request asks for the server as a whole, and field 1 of
 # the response is 1 for SERVING.
@@ -33,11 +36,28 @@ _SERVING = b"\x08\x01"
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 0.5
 _TRACE_CONTEXT = TraceContextTextMapPropagator()
 
-# A request that crashes its router must not crash all routers: a call goes on after so many broken connections.
 _MAX_LOSSES = 4
 # A lost router is last in order, and its health check may still succeed for a moment.
 _STAGGER_S = 0.2
 _UNLIMITED_RETRIES = RetryPolicy(max_retries=sys.maxsize, max_backoff_s=2.0)
+
+
+class Losses:
+    """The connections that broke during one call. A request that crashes its router must not crash all routers, so the
+    call ends after too many losses. Routers that say that they stop do not count.
+    """
+
+    def __init__(self) -> None:
+        self.last: ConnectionFailed | None = None
+        self._count = 0
+
+    def add(self, loss: ConnectionFailed) -> None:
+        self.last = loss
+        self._count += not loss.stopped
+
+    @property
+    def are_too_many(self) -> bool:
+        return self._count > _MAX_LOSSES
 
 
 class Connection:
@@ -63,6 +83,11 @@ class Connection:
         for router in self._routers:
             await router.close()
 
+    def require_open(self) -> None:
+        """Raise RuntimeError after `close()`. A call that has begun raises Cancelled instead."""
+        if any(router.is_closed for router in self._routers):
+            raise RuntimeError("this client is closed")
+
     async def unary(
         self, method: Callable[[Stubs], Callable[..., Awaitable[R]]], request: Message, deadline: Deadline
     ) -> R:
@@ -72,19 +97,20 @@ class Connection:
             with router.errors():
                 return await method(router.stubs)(request, timeout=timeout_s, metadata=self._metadata)
 
-        return await self._try_all(attempt, deadline)
+        return await self._first_success(attempt, deadline, Losses(), self._policy, deadline)
 
     async def open_stream(
         self,
         request: generation_pb2.GenerateRequest,
         deadline: Deadline,
+        losses: Losses,
+        *,
         policy: RetryPolicy | None = None,
         retry_deadline: Deadline | None = None,
-        losses: Losses | None = None,
     ) -> "MessageStream":
         """Start a Generate call and wait for its first message. The call is retried until then, with `policy` or the
-        policy of the client. Retries end with `retry_deadline`, by default with `deadline`. `losses` counts broken
-        connections of earlier attempts, and of this one.
+        policy of the client. Retries end with `retry_deadline`, by default with `deadline`. Connections that break are
+        added to `losses`.
         """
 
         async def attempt(router: Router, timeout_s: float) -> MessageStream:
@@ -98,51 +124,49 @@ class Connection:
                 raise
             return stream
 
-        return await self._try_all(attempt, deadline, policy, retry_deadline, losses)
+        return await self._first_success(attempt, deadline, losses, policy or self._policy, retry_deadline or deadline)
 
-    async def _try_all(
+    async def _first_success(
         self,
-        attempt: Callable[[Router, float], Awaitable[R]],
+        attempt: Attempt[R],
         deadline: Deadline,
-        policy: RetryPolicy | None = None,
-        retry_deadline: Deadline | None = None,
-        losses: Losses | None = None,
+        losses: Losses,
+        policy: RetryPolicy,
+        retry_deadline: Deadline,
     ) -> R:
-        """Call `attempt(router, timeout_s)` until it succeeds at a router or the policy gives up.
-
-        If a connection broke during one of the attempts, that error is raised rather than a later failure to connect,
-        because a router may have started to process the request.
+        """Call `attempt(router, timeout_s)` in rounds of all routers until it succeeds. Raise its last error when the
+        policy gives up, or when too many connections broke.
         """
-        broke: ConnectionFailed | None = None
-        losses, has_begun = losses or Losses(_MAX_LOSSES), False
-
-        async def one_round() -> R:
-            nonlocal broke, has_begun
-            error: TandemError | None = None
-            for router in self._routers:
-                try:
-                    return await attempt(router, deadline.remaining_s())
-                except ClosedClient:
-                    if has_begun:
-                        raise Cancelled("the client was closed") from None
+        num_retries = 0
+        while True:
+            try:
+                return await self._round(attempt, deadline, losses)
+            except TandemError as error:
+                delay_s = policy.delay_s(error, num_retries, retry_deadline.remaining_s())
+                if delay_s is None or losses.are_too_many:
                     raise
-                except ELSEWHERE as failure:
-                    self._routers.avoid(router)
-                    error = failure
-                    if isinstance(failure, ConnectionFailed) and failure.broke:
-                        broke = failure
-                        losses.add(failure)
-                        if losses.are_too_many:
-                            break
-                finally:
-                    has_begun = True
-            assert error is not None  # there is at least one router
-            raise error
+            await asyncio.sleep(delay_s)
+            num_retries += 1
 
-        try:
-            return await retrying(one_round, policy or self._policy, retry_deadline or deadline, losses)
-        except ConnectionFailed as error:
-            raise broke or error from None
+    async def _round(self, attempt: Attempt[R], deadline: Deadline, losses: Losses) -> R:
+        """Call `attempt` at one router after the other until it succeeds. Raise the error of the last router.
+
+        A connection that broke during the call is raised rather than a later failure to connect or NoWorkers, because a
+        router has accepted the call.
+        """
+        error: TandemError | None = None
+        for router in self._routers:
+            try:
+                return await attempt(router, deadline.remaining_s())
+            except ELSEWHERE as failure:
+                self._routers.avoid(router)
+                if isinstance(failure, ConnectionFailed) and failure.broke:
+                    losses.add(failure)
+                error = losses.last or failure
+                if losses.are_too_many:
+                    break
+        assert error is not None  # there is at least one router
+        raise error from None
 
     async def wait_serving(self, timeout_s: float, *, stagger_s: float = 0.0) -> None:
         """Return when the health of one router is SERVING, and prefer that router. Raises DeadlineExceeded.
@@ -243,9 +267,9 @@ def make_repeatable(request: generation_pb2.GenerateRequest) -> None:
 class ResumableStream:
     """The messages of one Generate call, possibly from several routers in turn.
 
-    After a loss, the search for a router takes at most `resume_timeout_s`, within `deadline`; 0 seconds disable it.
-    `on_repeat` is called before the messages start again from the first. `is_complete` says whether the messages so far
-    are the whole answer: a loss then ends the stream.
+    After each loss, the search for a router takes at most `resume_timeout_s`, within `deadline`; 0 seconds disable it.
+    `reader` reads the messages: it is told when they start again from the first, and a loss behind the whole answer
+    ends the stream.
     """
 
     def __init__(
@@ -253,25 +277,23 @@ class ResumableStream:
         connection: Connection,
         request: generation_pb2.GenerateRequest,
         deadline: Deadline,
+        reader: EventReader,
         *,
         resume_timeout_s: float,
-        on_repeat: Callable[[], None],
-        is_complete: Callable[[], bool],
     ) -> None:
         self._connection = connection
         self._request = request
         self._deadline = deadline
         self._resume_timeout_s = resume_timeout_s
-        self._on_repeat = on_repeat
-        self._is_complete = is_complete
+        self._reader = reader
         self._stream: MessageStream | None = None
-        self._losses = Losses(_MAX_LOSSES)
+        self._losses = Losses()
 
     async def read(self) -> generation_pb2.GenerateResponse | None:
         """The next message; None at the end of the answer. Raises TandemError."""
         try:
             if self._stream is None:
-                self._stream = await self._connection.open_stream(self._request, self._deadline, losses=self._losses)
+                self._stream = await self._connection.open_stream(self._request, self._deadline, self._losses)
             else:
                 await self._stream.read()
         except ConnectionFailed as loss:
@@ -279,7 +301,7 @@ class ResumableStream:
                 self._losses.add(loss)  # `open_stream` adds its own
             elif not loss.broke:
                 raise  # no router has accepted the call
-            if self._is_complete():
+            if self._reader.is_complete():
                 return None
             self._stream = await self._repeat(loss)
         message = self._stream.message
@@ -294,28 +316,34 @@ class ResumableStream:
             self._stream.cancel()
 
     async def _repeat(self, loss: ConnectionFailed) -> MessageStream:
-        """Send the call again and return its stream at the first message. Raises `loss` if no router accepts it in
-        time.
+        """Send the call again and return its stream at the first message. Raises the latest loss, at first `loss`, if
+        no router accepts the call in time.
         """
-        if self._losses.are_too_many or not self._resume_timeout_s:
-            raise loss
         if self._stream is not None and self._request.HasField("ttft_target"):
             # The first token was delivered before the loss, so its target no longer applies.
             self._request.ttft_target.FromMicroseconds(max(1, round(self._deadline.remaining_s() * 1_000_000)))
+        while True:
+            if self._losses.are_too_many or not self._resume_timeout_s:
+                raise loss
+            try:
+                stream = await self._search()
+            except Cancelled:
+                raise
+            except TandemError as error:
+                if not self._deadline.remaining_s():
+                    raise DeadlineExceeded(f"out of time while looking for a router: {loss}") from error
+                if self._losses.last in (None, loss):
+                    raise loss from error
+                loss = self._losses.last  # a router had accepted the call and was lost, too
+            else:
+                self._reader.repeat()
+                return stream
+
+    async def _search(self) -> MessageStream:
+        """Send the call to the first router that serves, for `resume_timeout_s` at most. Raises TandemError."""
         retry_deadline = Deadline.after(min(self._resume_timeout_s, self._deadline.remaining_s()))
-        try:
-            # A router that has just started does not know its workers and their limits yet.
-            await self._connection.wait_serving(retry_deadline.remaining_s(), stagger_s=_STAGGER_S)
-            stream = await self._connection.open_stream(
-                self._request, self._deadline, _UNLIMITED_RETRIES, retry_deadline, self._losses
-            )
-        except ClosedClient:
-            raise Cancelled("the client was closed") from None
-        except Cancelled:
-            raise
-        except TandemError as error:
-            if not self._deadline.remaining_s():
-                raise DeadlineExceeded(f"out of time while looking for a router: {loss}") from error
-            raise loss from error
-        self._on_repeat()
-        return stream
+        # A router that has just started does not know its workers and their limits yet.
+        await self._connection.wait_serving(retry_deadline.remaining_s(), stagger_s=_STAGGER_S)
+        return await self._connection.open_stream(
+            self._request, self._deadline, self._losses, policy=_UNLIMITED_RETRIES, retry_deadline=retry_deadline
+        )

@@ -94,9 +94,7 @@ class EventReader:
         choice = self._progress[index]
         if message.HasField("prompt") and not self._has_events:
             self._request_id = message.prompt.request_id
-            self._prompt_tokens += tuple(
-                map(self._token, message.prompt.tokens)
-            )  # a long prompt comes in several messages
+            self._prompt_tokens += tuple(map(self._token, message.prompt.tokens))  # a long prompt: in several messages
             self._num_prompt_tokens = message.prompt.num_tokens
             self._in_reasoning = message.prompt.in_reasoning
             self._model = message.prompt.model

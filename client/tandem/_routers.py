@@ -37,7 +37,7 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2000),
     # Limit on the time to connect: a client with several routers then tries the next one.
     ("grpc.min_reconnect_backoff_ms", 5000),
-    # Retries are decided in _calls.py only.
+    # Retries are decided in _connection.py only.
     ("grpc.enable_retries", 0),
 )
 
@@ -132,10 +132,6 @@ class Stubs:
     mesh: Any
 
 
-class ClosedClient(RuntimeError):
-    """A call of a client that is closed."""
-
-
 class _UserOfGrpc:
     """The process that has first used gRPC. In its forks, calls of grpc.aio would hang and ignore their timeouts."""
 
@@ -166,14 +162,14 @@ class Router:
         self._roots: bytes | None = None  # that the opened channel trusts
         self._outdated: list[grpc.aio.Channel] = []  # with calls that still run
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closed = False
+        self.is_closed = False
 
     @property
     def stubs(self) -> Stubs:
-        """The stubs of this router. Raises RuntimeError after `close()`, in a fork of a process that has used some
-        router, and in another event loop than the one in use."""
-        if self._closed:
-            raise ClosedClient("this client is closed")
+        """The stubs of this router. Raises Cancelled after `close()`; RuntimeError in a fork of a process that has used
+        some router, and in another event loop than the one in use."""
+        if self.is_closed:
+            raise Cancelled("the client was closed")
         _USER_OF_GRPC.require_same()
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop.is_closed():
@@ -207,13 +203,13 @@ class Router:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            if self._closed:
+            if self.is_closed:
                 raise Cancelled("the client was closed") from None
             raise ConnectionFailed(f"{self.address} ended the call as cancelled", broke=True) from None
 
     async def close(self) -> None:
         """Close the channel, which ends running calls with Cancelled. May be called twice."""
-        self._closed = True
+        self.is_closed = True
         opened, self._opened = self._opened, None
         if opened is not None and self._loop is asyncio.get_running_loop():
             for channel in (opened.channel, *self._outdated):

@@ -50,9 +50,9 @@ class AsyncClient:
     and stays with that router.
 
     A call survives the loss of its router: the client sends the request again, to the next router or to the same
-    address, for up to `resume_timeout` seconds within the timeout of the call. It removes tokens that it has delivered
-    before, so that the events are the same as without the loss. If no router accepts the request, or `resume_timeout`
-    is 0, the call raises ConnectionFailed.
+    address, for up to `resume_timeout` seconds after each loss, within the timeout of the call. It removes tokens that
+    it has delivered before, so that the events are the same as without the loss. If no router accepts the request, or
+    `resume_timeout` is 0, the call raises ConnectionFailed.
 
     `tls` is True for certificates of public CAs, or a Tls object that names a CA. `open_channel` creates the gRPC
     channel to an address; pass your own to add interceptors. Use a client in one event loop at a time. Any number of
@@ -118,6 +118,7 @@ class AsyncClient:
 
     async def stream(self, **arguments: Unpack[GenerateArguments]) -> AsyncGenerator[TokenEvent, None]:
         """Generate an answer and yield one event per token. Leaving the loop, or `aclose()`, cancels the call."""
+        self._connection.require_open()
         request = generate_request(arguments)
         make_repeatable(request)
         reader = EventReader(
@@ -125,14 +126,7 @@ class AsyncClient:
             has_details=bool(request.output.top_logprobs) or request.output.own_bytes,
         )
         deadline = self._deadline(arguments.get("timeout"))
-        stream = ResumableStream(
-            self._connection,
-            request,
-            deadline,
-            resume_timeout_s=self._resume_timeout_s,
-            on_repeat=reader.repeat,
-            is_complete=reader.is_complete,
-        )
+        stream = ResumableStream(self._connection, request, deadline, reader, resume_timeout_s=self._resume_timeout_s)
         try:
             while (message := await stream.read()) is not None:
                 for event in reader.read(message):
@@ -235,6 +229,7 @@ class AsyncClient:
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Wait until a router serves. Routers need not be running yet. Raises DeadlineExceeded."""
+        self._connection.require_open()
         await self._connection.wait_serving(timeout)
 
     async def _tokenize(self, arguments: TokenizeArguments) -> generation_pb2.TokenizeResponse:
@@ -245,6 +240,7 @@ class AsyncClient:
         self, method: Callable[[Stubs], Callable[..., Awaitable[R]]], request: Message, timeout: float | None
     ) -> R:
         """Make a unary call. `method` selects the RPC from the stubs of a router."""
+        self._connection.require_open()
         return await self._connection.unary(method, request, self._deadline(timeout))
 
     def _deadline(self, timeout: float | None) -> Deadline:

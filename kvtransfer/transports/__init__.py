@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class _Sides(NamedTuple):
-    """Open a transport at both ends; None if it cannot work in this process. The number is that of bytes of the largest
-    chunk.
+    """Functions that open a transport at either end; they return None if it cannot work in this process. The sender's
+    also takes `max_chunk_bytes`.
     """
 
     sender: Callable[[TransferSettings, int], SendTransport | None]

@@ -27,7 +27,6 @@ from kvtransfer.transports.link import Link, Serve
 
 log = structlog.get_logger(__name__)
 
-HEADER_BYTES = 4096
 _MAGIC = b"tandem-kv-arena2"
 _NONCE_BYTES = _TOKEN_BYTES = 32
 _NAME = re.compile(r"tandem-kv-[0-9a-f]{32}")

@@ -1,9 +1,13 @@
-"""A pool of what transports keep for a peer between transfers, such as a process group or a mapped arena. No I/O."""
+"""What transports keep for a peer between transfers, such as a process group or a mapped arena; and the peers that they
+avoid for a while. No I/O.
+"""
 
 import asyncio
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+_AVOID_S = 60.0
 
 
 class Closable(Protocol):
@@ -118,3 +122,19 @@ class KeptPool(Generic[K, R]):
         if self._current.get(entry.key) is resource:
             del self._current[entry.key]
         resource.close()
+
+
+class AvoidedAddresses:
+    """The receivers to which a transport does not offer itself for now, because it has just failed there."""
+
+    def __init__(self) -> None:
+        self._until_s: dict[str, float] = {}  # on the event loop's clock
+
+    def __contains__(self, address: str) -> bool:
+        return self._until_s.get(address, 0.0) > asyncio.get_running_loop().time()
+
+    def add(self, address: str) -> None:
+        """Avoid this address for _AVOID_S."""
+        now_s = asyncio.get_running_loop().time()
+        self._until_s = {other: until_s for other, until_s in self._until_s.items() if until_s > now_s}
+        self._until_s[address] = now_s + _AVOID_S

@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable
 
 from mesh.domain.errors import MeshError, WorkerLost
 from mesh.rpc.status import details_of, named_error
+from mesh.tasks import call_on
 
 _HEAD = struct.Struct("<QB")
 _MESSAGE, _END = 0, 1
@@ -44,7 +45,7 @@ Work = Callable[[], None]
 
 
 class Call:
-    """One conversation. All but `send` on the event loop."""
+    """One conversation. All methods but `send` run on the event loop."""
 
     def __init__(self, link: "Link", number: int) -> None:
         self._link = link
@@ -56,8 +57,8 @@ class Call:
         self.on_end: Callable[[], object] = _nothing
         """Called when the other side has ended the call."""
         self.take: Callable[[bytes], Work | None] = _leave_it
-        """At the receiver's end: gets each message, one after the other, on the thread that reads. The thread does the
-        work that it returns, and may hang in it; None leaves the message to `read`."""
+        """At the receiver's end: called with each message, one after the other, on the thread that reads. That thread
+        then does the returned work, and may hang in it. None leaves the message to `read`."""
 
     def send(self, body: bytes) -> None:
         """Send a message, from any thread. Raises the error that has ended the call."""
@@ -116,9 +117,9 @@ Serve = Callable[[Call], Awaitable[None]]
 
 
 class Link:
-    """One end. The sender opens calls; at the receiver's end `serve` runs each, in a task of its own, and raises
-    nothing. `on_end` is called when the other side has gone, or breaks the rules, but not by `close`. All but `send` on
-    the event loop.
+    """One end. The sender opens calls. At the receiver's end `serve` runs each call in a task of its own; it must not
+    raise. `on_end` is called when the other side has gone or breaks the rules, but not by `close`. All methods but
+    `send` run on the event loop.
     """
 
     def __init__(self, connection: socket.socket, on_end: "Callable[[Link], None]", serve: Serve | None = None) -> None:
@@ -167,7 +168,7 @@ class Link:
                 except OSError:
                     is_broken = True
             self._unsent.append(packet)
-        self._on_loop(self._fail if is_broken else self._write_later)
+        call_on(self._loop, self._fail if is_broken else self._write_later)
 
     def forget(self, number: int) -> None:
         """Drop what still comes for this call."""
@@ -211,7 +212,7 @@ class Link:
             except BlockingIOError:
                 return
             except OSError:
-                self._on_loop(self._fail)
+                call_on(self._loop, self._fail)
             self._loop.remove_writer(self._socket)
 
     def _read_some(self) -> None:
@@ -243,7 +244,7 @@ class Link:
             call = self._calls.get(number)
             work = call.take(body) if call is not None and kind == _MESSAGE else None
             if work is None:
-                self._on_loop(self._arrived, number, kind, body)
+                call_on(self._loop, self._arrived, number, kind, body)
                 continue
             self._working_s = time.monotonic()
             work()
@@ -257,7 +258,7 @@ class Link:
             if not self._is_open:
                 self._socket.close()
                 return
-        self._on_loop(self._fail)
+        call_on(self._loop, self._fail)
 
     def _look_at_reader(self) -> None:
         """While there are calls: let another thread read if the one that does hangs."""
@@ -301,10 +302,6 @@ class Link:
                 await serve(call)
         finally:
             call.leave()
-
-    def _on_loop(self, callback: Callable[..., object], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is stopping
-            self._loop.call_soon_threadsafe(callback, *args)
 
 
 def _lost() -> MeshError:

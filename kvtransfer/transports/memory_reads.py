@@ -26,19 +26,15 @@ from torch import Tensor
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.base import Payload, ReceiveTransport, SendPath, SendTransport, TransportOffer
 from kvtransfer.transports.grpc_bytes import InlineSource
-from kvtransfer.transports.kept_pool import KeptPool
-from kvtransfer.transports.pair import local_address
+from kvtransfer.transports.kept_pool import AvoidedAddresses, KeptPool
+from kvtransfer.transports.pair import address_towards
 from kvtransfer.transports.read_engines import MOONCAKE, NIXL, ReadEngine, ReadLibrary, Remote
-from kvtransfer.transports.slots import ArenaSlot, ArenaSlots, TensorSlots
-from mesh.domain.errors import TransferCorrupt, TransferFailed
+from kvtransfer.transports.slots import ARENA_HEADER_BYTES, ArenaSlot, ArenaSlots, TensorSlots, require_in_arena
+from mesh.domain.errors import TransferFailed
 
 log = structlog.get_logger(__name__)
 
-HEADER_BYTES = 4096
 _NONCE_BYTES = 32
-_AVOID_S = 60.0
-"""A receiver that has declined is not offered the transport for this long."""
-_CONNECT_S = 5.0
 _MAX_TOLD_BYTES = 64 << 10
 _NUM_READS = 2
 """Reads of a sender's memory at a time. While they run, two payloads that have been read are written."""
@@ -70,7 +66,7 @@ class _Engines:
 
     def _towards(self, host: str, port: int) -> tuple[ReadEngine, str]:
         with _failing(self._library):
-            address = local_address(host, port, trust_fabric=self._settings.trust_fabric)
+            address = address_towards(host, port, trust_fabric=self._settings.trust_fabric)
             if address not in self._started:
                 engine = self._library.open(address)
                 self._on_start(engine)
@@ -83,19 +79,18 @@ class ReadSendTransport(SendTransport):
 
     def __init__(self, library: ReadLibrary, settings: TransferSettings, max_chunk_bytes: int) -> None:
         self.name = library.name
-        num_bytes = max(settings.arena_bytes, HEADER_BYTES + max_chunk_bytes)
+        num_bytes = max(settings.arena_bytes, ARENA_HEADER_BYTES + max_chunk_bytes)
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._id = secrets.token_hex(16)
         self._arena = np.zeros(num_bytes, np.uint8)
         self._arena[:_NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
-        self.slots = ArenaSlots(self._arena.data, max_chunk_bytes, start=HEADER_BYTES)
+        self.slots = ArenaSlots(self._arena.data, max_chunk_bytes)
         self._told: dict[ReadEngine, Mapping[str, bytes]] = {}
         self._engines = _Engines(library, settings, self._register)
-        self._avoided: dict[str, float] = {}  # address -> until then
+        self._avoided = AvoidedAddresses()
 
     async def path(self, address: str, incarnation: str) -> "_Path | None":
-        now = asyncio.get_running_loop().time()
-        if self._avoided.get(address, now) > now:
+        if address in self._avoided:
             return None
         host, _, port = address.rpartition(":")
         try:
@@ -109,9 +104,7 @@ class ReadSendTransport(SendTransport):
 
     def avoid(self, address: str, reason: str) -> None:
         """Offer this transport to `address` no more for a while."""
-        now = asyncio.get_running_loop().time()
-        self._avoided = {other: until for other, until in self._avoided.items() if until > now}
-        self._avoided[address] = now + _AVOID_S
+        self._avoided.add(address)
         log.warning("other KV transports will be used", transport=self.name, to=address, reason=reason)
 
     def memory(self) -> memoryview:
@@ -156,13 +149,15 @@ class ReadReceiveTransport(ReceiveTransport):
 
     async def connect(self, offer: TransportOffer) -> "_ReadSource | None":
         is_sound = (
-            HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes
+            ARENA_HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes
             and len(offer.nonce) == _NONCE_BYTES
             and sum(map(len, offer.rendezvous.values())) <= _MAX_TOLD_BYTES
         )
         if not is_sound:
             return None
-        sender = self.senders.get(offer.arena) or self.senders.add(offer.arena, partial(self._reach, offer))
+        sender = self.senders.get(offer.arena) or self.senders.add(
+            offer.arena, lambda: _Sender(self._library, self._engines, offer, self._settings)
+        )
         if sender is None or sender.offer != offer:
             return None
         source = _ReadSource(self.senders, sender, self._settings.lease_s)
@@ -180,9 +175,6 @@ class ReadReceiveTransport(ReceiveTransport):
         self.senders.close()
         self._engines.close()
 
-    def _reach(self, offer: TransportOffer) -> "_Sender":
-        return _Sender(self._library, self._engines, offer, self._settings)
-
 
 class _Sender:
     """A sender's memory, and the slots that are filled from it."""
@@ -199,7 +191,7 @@ class _Sender:
         self._registered: set[int] = set()
         self._threads = futures.ThreadPoolExecutor(_NUM_READS, thread_name_prefix=f"kv-{library.name}-read")
         self.slots = TensorSlots(2 * _NUM_READS, settings.chunk_bytes, make=self._make, drop=self._drop)
-        self.proven = asyncio.create_task(self._prove(engines, _connect_s(settings)))
+        self.proven = asyncio.create_task(self._prove(engines, settings.connect_s))
         """Done when the header of the sender's arena has been read. Raises TransferFailed."""
 
     async def _prove(self, engines: _Engines, timeout_s: float) -> None:
@@ -286,10 +278,8 @@ class _ReadSource(InlineSource):
 
     @asynccontextmanager
     async def arrived(self, payload: Payload, num_bytes: int) -> AsyncIterator[Payload]:
-        start, end = payload.arena_offset, payload.arena_offset + num_bytes
-        if payload.inline or start < HEADER_BYTES or end > self._sender.offer.arena_bytes:
-            raise TransferCorrupt(f"a payload of {num_bytes} bytes at {start} is not inside the arena")
-        read = partial(self._sender.fill, offset=start, timeout_s=self._timeout_s)
+        require_in_arena(payload, num_bytes, self._sender.offer.arena_bytes)
+        read = partial(self._sender.fill, offset=payload.arena_offset, timeout_s=self._timeout_s)
         async with self._sender.slots.filled(num_bytes, read) as arrived:
             yield arrived
 
@@ -327,8 +317,3 @@ def _failing(library: ReadLibrary) -> Iterator[None]:
         raise
     except Exception as error:
         raise TransferFailed(f"{library.name}: {error}") from error
-
-
-def _connect_s(settings: TransferSettings) -> float:
-    """A connection must come about while the transfer's lease runs."""
-    return min(_CONNECT_S, settings.lease_s / 2)

@@ -271,7 +271,7 @@ def new_sender_name() -> str:
     return secrets.token_hex(8)
 
 
-def local_address(host: str, port: int, *, trust_fabric: bool) -> str:
+def address_towards(host: str, port: int, *, trust_fabric: bool) -> str:
     """Return the IP address of this machine from which it reaches `host`. Raises OSError if it does not, and
     TransferFailed if the way leaves the machine and the network is not trusted."""
     family, _, _, _, remote = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -15,7 +15,7 @@ from functools import partial
 import structlog
 
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports.arena import HEADER_BYTES, Arena, MappedArena, open_arena, remove_orphans
+from kvtransfer.transports.arena import Arena, MappedArena, open_arena, remove_orphans
 from kvtransfer.transports.base import (
     Payload,
     PayloadSource,
@@ -26,8 +26,8 @@ from kvtransfer.transports.base import (
 )
 from kvtransfer.transports.kept_pool import KeptPool
 from kvtransfer.transports.link import Call, Link, Serve
-from kvtransfer.transports.slots import ArenaSlot, ArenaSlots
-from mesh.domain.errors import TransferCorrupt, TransferFailed
+from kvtransfer.transports.slots import ARENA_HEADER_BYTES, ArenaSlot, ArenaSlots, require_in_arena
+from mesh.domain.errors import TransferFailed
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +46,7 @@ class ShmSendTransport(SendTransport):
 
     def __init__(self, arena: "Arena", slot_bytes: int) -> None:
         self._arena = arena
-        self.slots = ArenaSlots(arena.view(0, arena.num_bytes), slot_bytes, start=HEADER_BYTES)
+        self.slots = ArenaSlots(arena.view(0, arena.num_bytes), slot_bytes)
 
     async def path(self, address: str, incarnation: str) -> "ShmPath":
         return ShmPath(self, address, incarnation)
@@ -94,7 +94,7 @@ def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTran
     page = os.sysconf("SC_PAGESIZE")
     slot_bytes = -(-max_chunk_bytes // page) * page
     try:
-        arena = Arena(settings.shm_dir, max(settings.arena_bytes, HEADER_BYTES + slot_bytes))
+        arena = Arena(settings.shm_dir, max(settings.arena_bytes, ARENA_HEADER_BYTES + slot_bytes))
     except OSError as error:
         log.warning("no shared memory for KV; other transports will be used", dir=settings.shm_dir, error=str(error))
         return None
@@ -114,10 +114,8 @@ class _ArenaSource(PayloadSource):
     def fetch(self, payload: Payload, num_bytes: int) -> memoryview:
         if self._arena is None:
             raise TransferFailed("the sender's arena is closed")
-        start, end = payload.arena_offset, payload.arena_offset + num_bytes
-        if payload.inline or start < HEADER_BYTES or end > len(self._arena.view):
-            raise TransferCorrupt(f"a payload of {num_bytes} bytes at {start} is not inside the arena")
-        return self._arena.view[start:end]
+        require_in_arena(payload, num_bytes, len(self._arena.view))
+        return self._arena.view[payload.arena_offset : payload.arena_offset + num_bytes]
 
     def close(self) -> None:
         arena, self._arena = self._arena, None
@@ -139,7 +137,7 @@ class ShmReceiveTransport(ReceiveTransport):
         self._serve = serve
 
     async def connect(self, offer: TransportOffer) -> _ArenaSource | None:
-        if not HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes:
+        if not ARENA_HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes:
             return None
         arena = self._known(offer)
         if arena is None:

@@ -10,23 +10,34 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from concurrent import futures
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtransfer.transports.base import Payload, Slot
-from mesh.domain.errors import TransferFailed
+from mesh.domain.errors import TransferCorrupt, TransferFailed
+from mesh.tasks import call_on
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ArenaSlots:
-    """Equal slots of one piece of memory, from `start` on."""
+ARENA_HEADER_BYTES = 4096
+"""A sender's arena begins with a header; its slots lie behind it."""
 
-    def __init__(self, memory: memoryview, slot_bytes: int, *, start: int) -> None:
+
+def require_in_arena(payload: Payload, num_bytes: int, arena_bytes: int) -> None:
+    """Raise TransferCorrupt unless the payload lies behind the header of an arena of so many bytes."""
+    start, end = payload.arena_offset, payload.arena_offset + num_bytes
+    if payload.inline or start < ARENA_HEADER_BYTES or end > arena_bytes:
+        raise TransferCorrupt(f"a payload of {num_bytes} bytes at {start} is not inside the arena")
+
+
+class ArenaSlots:
+    """Equal slots of one arena, behind its header."""
+
+    def __init__(self, memory: memoryview, slot_bytes: int) -> None:
         self._memory = memory
         self._slot_bytes = slot_bytes
-        self._offsets = list(range(start, len(memory) - slot_bytes + 1, slot_bytes))
+        self._offsets = list(range(ARENA_HEADER_BYTES, len(memory) - slot_bytes + 1, slot_bytes))
         self.num_slots = len(self._offsets)
         self._free = asyncio.Semaphore(self.num_slots)
 
@@ -129,8 +140,8 @@ class TensorSlots:
         try:
             await asyncio.wrap_future(filling)
         except asyncio.CancelledError:
-            give_back = partial(self._give_back_soon, asyncio.get_running_loop(), memory)
-            filling.add_done_callback(give_back)  # the thread may still write it
+            loop = asyncio.get_running_loop()
+            filling.add_done_callback(lambda _: call_on(loop, self.give_back, memory))  # the thread may still write it
             raise
         except BaseException:
             self.give_back(None)
@@ -139,7 +150,3 @@ class TensorSlots:
             yield Payload(inline=memory[:num_bytes].numpy().data)
         finally:
             self.give_back(memory)
-
-    def _give_back_soon(self, loop: asyncio.AbstractEventLoop, memory: "Tensor", _: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is stopping
-            loop.call_soon_threadsafe(self.give_back, memory)

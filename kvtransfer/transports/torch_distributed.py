@@ -30,13 +30,13 @@ from torch import Tensor, distributed
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.base import Payload, ReceiveTransport, SendPath, SendTransport, Slot, TransportOffer
 from kvtransfer.transports.grpc_bytes import InlineSource
-from kvtransfer.transports.kept_pool import KeptPool
+from kvtransfer.transports.kept_pool import AvoidedAddresses, KeptPool
 from kvtransfer.transports.pair import (
     GLOO,
     NCCL,
     Kind,
     Pair,
-    local_address,
+    address_towards,
     new_sender_name,
     pair_name,
     parse_pair_name,
@@ -53,9 +53,6 @@ T = TypeVar("T")
 
 MAX_PAIRS = 8
 """Pairs of a process and transport. Each has up to five threads, and on a GPU the memory of a communicator."""
-_AVOID_S = 60.0
-"""An address with which no pair came about is not tried again for this long."""
-_MAX_CONNECT_S = 5.0
 _RECEIVE_SLOTS = 4
 """Buffers of a pair: two that are being filled and two that are being read."""
 _MAX_TAG = 1 << 30
@@ -80,12 +77,11 @@ class PairSendTransport(SendTransport):
         self._settings = settings
         self._sender = new_sender_name()
         self._numbers = itertools.count(1)
-        self._avoided: dict[str, float] = {}  # address -> until then
+        self._avoided = AvoidedAddresses()
 
     async def path(self, address: str, incarnation: str) -> "_Path | None":
         """None if the receiver is not reached so, or if all pairs are in use."""
-        now = asyncio.get_running_loop().time()
-        if self._avoided.get(address, now) > now:
+        if address in self._avoided:
             return None
         pair = self.pairs.get((address, incarnation))
         if pair is None:
@@ -105,9 +101,7 @@ class PairSendTransport(SendTransport):
 
     def avoid(self, address: str, error: TransferFailed) -> None:
         """Offer this transport to `address` no more for a while."""
-        now = asyncio.get_running_loop().time()
-        self._avoided = {other: until for other, until in self._avoided.items() if until > now}
-        self._avoided[address] = now + _AVOID_S
+        self._avoided.add(address)
         log.warning(
             "no pair with a receiver; other transports will be used",
             transport=self.name,
@@ -128,9 +122,9 @@ class PairSendTransport(SendTransport):
 
     def _make(self, address: str) -> Pair:
         host, _, port = address.rpartition(":")
-        locate = partial(local_address, host.strip("[]"), int(port), trust_fabric=self._settings.trust_fabric)
+        locate = partial(address_towards, host.strip("[]"), int(port), trust_fabric=self._settings.trust_fabric)
         name = pair_name(self._sender, next(self._numbers))
-        return Pair(self._kind, name, locate, _connect_s(self._settings), {})
+        return Pair(self._kind, name, locate, self._settings.connect_s, {})
 
 
 class _Path(SendPath):
@@ -244,8 +238,8 @@ class PairReceiveTransport(ReceiveTransport):
         return self.pairs.add(sender, partial(self._make, offer, number))
 
     def _make(self, offer: TransportOffer, number: int) -> "_Inbox":
-        locate = partial(local_address, offer.host, 1, trust_fabric=self._settings.trust_fabric)
-        pair = Pair(self._kind, offer.pair, locate, _connect_s(self._settings), offer.rendezvous)
+        locate = partial(address_towards, offer.host, 1, trust_fabric=self._settings.trust_fabric)
+        pair = Pair(self._kind, offer.pair, locate, self._settings.connect_s, offer.rendezvous)
         return _Inbox(pair, number, self._settings)
 
 
@@ -310,8 +304,3 @@ def _is_available(kind: Kind) -> bool:
 async def _result(future: futures.Future[T]) -> T:
     """Wait for a thread. Others may wait for it, too."""
     return await asyncio.shield(asyncio.wrap_future(future))
-
-
-def _connect_s(settings: TransferSettings) -> float:
-    """A connection must come about while the transfer's lease runs."""
-    return min(_MAX_CONNECT_S, settings.lease_s / 2)

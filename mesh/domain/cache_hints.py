@@ -1,4 +1,4 @@
-"""CacheHints: what a client says about the KV of its request, once nobody computes with it any more."""
+"""CacheHints: how a client wants the KV of its request to be kept after the request has ended."""
 
 from dataclasses import dataclass
 from enum import IntEnum

@@ -1,12 +1,13 @@
-"""The JSON schemas in a grammar of Lark's notation, which are behind `%json`."""
+"""JSON schemas inside a Lark grammar: each follows the word `%json`."""
 
 import json
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# `%json`, and what may hide one that is none: texts, regular expressions, comments and special tokens, as llguidance
-# lexes them. Unclosed ones go on to the end: otherwise each of many would be looked for there in turn.
+# `%json`, and the lexemes in which these characters mean nothing: strings, regular expressions, comments and special
+# tokens, as llguidance lexes them. An unclosed lexeme goes on to the end: otherwise the search for its end would be
+# repeated for each of many.
 _LEXEME = re.compile(
     r'%json\s*|"(?:\\.|[^"\\])*+(?:"|\\?\Z)|/(?:\\.|[^/\\])++(?:/|\\?\Z)|(?:\#|//)[^\n]*|<[^<>\s]+>', re.DOTALL
 )

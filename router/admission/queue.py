@@ -23,7 +23,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
+from mesh.domain.errors import InvalidRequest, MeshError, NoWorkers, Overloaded
 from mesh.domain.worker import WorkerRole
 from router.admission.fair_queue import FairQueue, QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
@@ -233,10 +233,10 @@ class PlacementQueue:
             pass
         self._note_backlog()
 
-    def _put_aside(self, waiter: _Waiter, message: str) -> None:
+    def _put_aside(self, waiter: _Waiter, error: NoWorkers) -> None:
         """Let others pass a replay whose decode workers are away; they have as long to come back as if all were."""
         self._aside[waiter] = None
-        waiter.timer = asyncio.get_running_loop().call_later(self._outage.patience_s, self._give_up, waiter, message)
+        waiter.timer = asyncio.get_running_loop().call_later(self._outage.patience_s, self._give_up, waiter, error)
 
     def _bring_back(self, waiter: _Waiter) -> None:
         del self._aside[waiter]
@@ -244,24 +244,31 @@ class PlacementQueue:
         waiter.timer.cancel()
         self._waiters.add_replay(waiter)
 
-    def _give_up(self, waiter: _Waiter, message: str) -> None:
+    def _give_up(self, waiter: _Waiter, error: NoWorkers) -> None:
         if self._leave(waiter) and not waiter.reservation.done():
-            waiter.reservation.set_exception(NoWorkers(message))
+            waiter.reservation.set_exception(error)
 
     def _place_next(self) -> bool:
-        """Answer the head, or the first waiter of the other kind if only the head's prefill budget is used up.
+        """Place or refuse the head. If only the head's prefill budget is used up, place the first waiter of the other
+        kind instead.
 
         Returns False if all must wait.
         """
         first, snapshot = self._waiters.first(), self._snapshot()
         placed = place(first.query, snapshot)
-        self._watch_outage(placed)
-        if isinstance(placed, Placement) or not self._should_wait(placed):
-            self._waiters.take_first()
-            self._answer(first, placed)
-            return True
-        self._shortage = placed
-        return placed is NoPlacement.NO_PREFILL_CAPACITY and self._place_other_kind(first, snapshot)
+        if placed is NoPlacement.NO_DECODE_WORKER:
+            self._outage.begin()
+        else:
+            self._outage.end()
+        if not isinstance(placed, Placement) and self._should_wait(placed):
+            self._shortage = placed
+            return placed is NoPlacement.NO_PREFILL_CAPACITY and self._place_other_kind(first, snapshot)
+        self._waiters.take_first()
+        if isinstance(placed, Placement):
+            self._grant(first, placed)
+        else:
+            self._refuse(first, placed)
+        return True
 
     def _place_other_kind(self, first: _Waiter, snapshot: MeshSnapshot) -> bool:
         """Place the first short prompt past a long head that waits for prefill capacity, or the other way round."""
@@ -271,7 +278,7 @@ class PlacementQueue:
         if candidate is None or not isinstance(placed, Placement):
             return False
         self._waiters.take(candidate)
-        self._answer(candidate, placed)
+        self._grant(candidate, placed)
         return True
 
     def _note_backlog(self) -> None:
@@ -281,38 +288,33 @@ class PlacementQueue:
         else:
             self._forecast.queue.end()
 
-    def _watch_outage(self, placed: Placement | NoPlacement) -> None:
-        if placed is NoPlacement.NO_DECODE_WORKER:
-            self._outage.begin()
-        else:
-            self._outage.end()
-
     def _should_wait(self, shortage: NoPlacement) -> bool:
         if shortage is NoPlacement.NO_DECODE_WORKER:
             return not self._outage.accepted
         return shortage in (NoPlacement.NO_DECODE_CAPACITY, NoPlacement.NO_PREFILL_CAPACITY)
 
-    def _answer(self, waiter: _Waiter, placed: Placement | NoPlacement) -> None:
+    def _grant(self, waiter: _Waiter, placement: Placement) -> None:
+        if not waiter.reservation.done():
+            num_tokens = waiter.query.num_tokens
+            on_first_token = self._forecast.placed(num_tokens)
+            waiter.reservation.set_result(self._in_flight.reserve(placement, num_tokens, on_first_token))
+
+    def _refuse(self, waiter: _Waiter, shortage: NoPlacement) -> None:
+        """Let `place` raise an error. A replay whose decode workers are away is put aside instead."""
         if waiter.reservation.done():
             return
-        if isinstance(placed, Placement):
-            num_tokens = waiter.query.num_tokens
-            waiter.reservation.set_result(
-                self._in_flight.reserve(placed, num_tokens, self._forecast.placed(num_tokens))
-            )
-        elif placed is NoPlacement.TOO_LARGE:
-            total = waiter.query.max_total_tokens
-            waiter.reservation.set_exception(InvalidRequest(f"no worker can hold a sequence of {total} tokens"))
-        elif placed in _AWAY:
+        error: MeshError
+        if shortage is NoPlacement.TOO_LARGE:
+            error = InvalidRequest(f"no worker can hold a sequence of {waiter.query.max_total_tokens} tokens")
+        elif shortage in _AWAY:
             needed = f"can hold {waiter.query.max_total_tokens} tokens"
-            if placed is NoPlacement.NO_ADAPTER:
+            if shortage is NoPlacement.NO_ADAPTER:
                 needed = "have the request's adapter"
-            message = f"decode workers that {needed} are away; try again later"
+            error = NoWorkers(f"decode workers that {needed} are away; try again later")
             if waiter.is_replay:
-                self._put_aside(waiter, message)
-            else:
-                waiter.reservation.set_exception(NoWorkers(message))
+                self._put_aside(waiter, error)
+                return
         else:
-            waiter.reservation.set_exception(
-                NoWorkers(f"no decode worker has taken requests for {self._outage.patience_s:g} s; try again later")
-            )
+            patience_s = self._outage.patience_s
+            error = NoWorkers(f"no decode worker has taken requests for {patience_s:g} s; try again later")
+        waiter.reservation.set_exception(error)

@@ -276,7 +276,8 @@ class DecodeLinks:
 
             def on_up() -> None:
                 end_turn()
-                self._on_up(info)
+                self._num_failures.pop(info.incarnation, None)
+                self._on_change()
 
             try:
                 await link.run(on_up)
@@ -309,10 +310,6 @@ class DecodeLinks:
         finally:
             limit.cancel()
             end()
-
-    def _on_up(self, info: WorkerInfo) -> None:
-        self._num_failures.pop(info.incarnation, None)
-        self._on_change()
 
     def _on_broken(self, info: WorkerInfo, *, is_lost: bool) -> None:
         if self._tasks.get(info.incarnation) is not asyncio.current_task():

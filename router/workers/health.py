@@ -109,9 +109,9 @@ class WorkerHealth:
         """
         now_s = self._clock()
         due: list[Canary] = []
-        room = self._room
+        capacity = self._capacity
         for canary, record in self._pending(usable):
-            if len(due) == room:
+            if len(due) == capacity:
                 break
             if record.next_try_s <= now_s:
                 record.is_testing = True
@@ -121,7 +121,7 @@ class WorkerHealth:
 
     def next_due_s(self, usable: Sequence[WorkerInfo]) -> float | None:
         """Seconds until the next canary is due; None if none is due before the mesh changes or a canary ends."""
-        if not self._room:
+        if not self._capacity:
             return None
         now_s = self._clock()
         return min((max(0.0, record.next_try_s - now_s) for _, record in self._pending(usable)), default=None)
@@ -150,7 +150,7 @@ class WorkerHealth:
         return subject.num_failed_canaries
 
     @property
-    def _room(self) -> int:
+    def _capacity(self) -> int:
         """Number of canaries that may be sent besides those under way."""
         return max(0, _MAX_CANARIES - sum(record.is_testing for record in self._records.values()))
 

@@ -14,9 +14,10 @@ import pytest
 import tandem
 from tests.defects import Repaired
 from tests.e2e.in_middle import MAX_TRIES
-from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
+from tests.e2e.mesh_process import RESTART_S, MeshProcess, mesh, pools_are_whole
 from tests.e2e.test_failures import check_same, requests
 from tests.fakes.redis_server import running_redis
+from tests.waiting import until, until_told
 
 NUM_HTTP = 4
 NUM_HTTP_TOKENS = 400
@@ -175,6 +176,40 @@ async def test_a_killed_router_is_noticed_as_a_pause(
 async def test_streams_that_outlast_a_stopped_router_go_on(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     async with mesh(checkpoint("llama-tied"), tmp_path, *FLAGS, "--set", "router.grace_s=0.01") as running:
         await check_kill(running, signal.SIGTERM)
+
+
+async def test_requests_that_wait_in_the_queue_of_a_router_that_is_stopped_twice(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    limits = ("decode.max_rolling_batch_size=2", "router.max_queued_requests=50", "router.grace_s=0.01")
+    flags = [word for limit in limits for word in ("--set", limit)]
+    async with (
+        mesh(checkpoint("llama-tied"), tmp_path, *flags) as running,
+        tandem.AsyncClient(running.address, resume_timeout=RESTART_S) as client,
+    ):
+
+        def ask_all() -> list[asyncio.Task[tandem.Result]]:
+            shape: dict[str, Any] = {"max_new_tokens": NUM_HTTP_TOKENS, "ignore_eos": True, "temperature": 0.9}
+            prompts = [list(range(seed, seed + 20)) for seed in range(12)]
+            requests = [client.generate(token_ids=ids, seed=seed, **shape) for seed, ids in enumerate(prompts)]
+            return [asyncio.create_task(request) for request in requests]
+
+        calm = await asyncio.gather(*ask_all())
+        calls = ask_all()
+
+        def most_wait(told: tandem.Mesh) -> bool:
+            are_all_here = told.active_requests + sum(call.done() for call in calls) == len(calls)
+            return are_all_here and told.queued_requests >= len(calls) / 2
+
+        for _ in range(2):
+            await until_told(client.mesh, most_wait)
+            stopped = running.signal("router", signal.SIGTERM)
+            await until(lambda stopped=stopped: running.pids("router") not in ([], [stopped]), RESTART_S)
+            await client.wait_ready(RESTART_S)
+        for answer, expected in zip(await asyncio.gather(*calls), calm, strict=True):
+            assert answer.text == expected.text
+            assert [token.id for token in answer.tokens] == [token.id for token in expected.tokens]
+        await pools_are_whole(client)
 
 
 @pytest.mark.soak

@@ -140,7 +140,7 @@ async def test_more_transfers_than_slots_all_get_through(pair: Pair) -> None:
 
     await asyncio.gather(*(one(number) for number in range(8)))
     assert len(pair.outcomes.committed) == 8
-    assert len(pair.sender._channels) == 1
+    assert len(pair.sender._resources.channels) == 1
 
 
 async def test_bad_specs_and_pushes_are_the_callers_errors(pair: Pair) -> None:

@@ -16,8 +16,9 @@ import pytest
 from kvtransfer import ExpectedTransfer, TransferSettings
 from kvtransfer.transports import memory_reads, open_receive_transports, open_send_transports
 from kvtransfer.transports.base import Payload, TransportOffer
-from kvtransfer.transports.memory_reads import HEADER_BYTES, ReadReceiveTransport, ReadSendTransport
+from kvtransfer.transports.memory_reads import ReadReceiveTransport, ReadSendTransport
 from kvtransfer.transports.read_engines import MOONCAKE, NIXL, ReadEngine, ReadLibrary, Remote
+from kvtransfer.transports.slots import ARENA_HEADER_BYTES
 from mesh.domain.errors import ConfigurationError, TransferCorrupt, TransferFailed
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION
 from tests.service.transfer_pair import RESERVATION, Pair, pair_threads, soon
@@ -152,7 +153,7 @@ async def test_a_receiver_accepts_only_memory_that_it_has_read(pair: Pair) -> No
     for wrong in (
         replace(offer, nonce=bytes(32)),
         replace(offer, nonce=b""),
-        replace(offer, arena_bytes=HEADER_BYTES),
+        replace(offer, arena_bytes=ARENA_HEADER_BYTES),
         replace(offer, arena_bytes=pair.settings.max_arena_bytes + 1),
         replace(offer, rendezvous={}),
         replace(offer, rendezvous={**offer.rendezvous, "more": bytes(1 << 17)}),
@@ -166,7 +167,7 @@ async def test_payloads_outside_of_the_arena_are_refused(pair: Pair) -> None:
     offer = await offered(pair)
     source = await receiving(pair).connect(offer)
     assert source is not None
-    for offset in (0, HEADER_BYTES - 1, offer.arena_bytes - 9, 2**64 - 1):
+    for offset in (0, ARENA_HEADER_BYTES - 1, offer.arena_bytes - 9, 2**64 - 1):
         with pytest.raises(TransferCorrupt, match="not inside the arena"):
             async with source.arrived(Payload(arena_offset=offset), 10):
                 pass
@@ -185,7 +186,7 @@ async def test_a_sender_that_is_reached_anew_outlives_what_there_was_of_it(pair:
     assert later is not None
     former.close()
     await soon(lambda: not [name for name in pair_threads() if name.endswith("free")])
-    async with later.arrived(Payload(arena_offset=HEADER_BYTES), 10) as payload:
+    async with later.arrived(Payload(arena_offset=ARENA_HEADER_BYTES), 10) as payload:
         assert len(payload.inline) == 10
     later.close()
 
@@ -220,7 +221,7 @@ async def test_memory_is_given_up_when_reads_that_nobody_waits_for_have_ended(pl
         PlainEngine.goes_on.clear()
 
         async def read() -> None:
-            async with source.arrived(Payload(arena_offset=HEADER_BYTES), 10):
+            async with source.arrived(Payload(arena_offset=ARENA_HEADER_BYTES), 10):
                 pass
 
         reading = [asyncio.create_task(read()) for _ in range(2)]
@@ -241,8 +242,8 @@ async def test_a_slot_that_cannot_be_given_up_keeps_no_other(plain: str, tmp_pat
         source = await receiving(pair).connect(await offered(pair))
         assert source is not None
         async with (
-            source.arrived(Payload(arena_offset=HEADER_BYTES), 10),
-            source.arrived(Payload(arena_offset=HEADER_BYTES), 10),
+            source.arrived(Payload(arena_offset=ARENA_HEADER_BYTES), 10),
+            source.arrived(Payload(arena_offset=ARENA_HEADER_BYTES), 10),
         ):
             pass
         _, engine = PlainEngine.started

@@ -2,15 +2,18 @@
 
 import asyncio
 import dataclasses
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+from types import SimpleNamespace
 
 import grpc
 import pytest
 
 import tandem
-from tandem import _connection
+from tandem import _calls, _connection
 from tandem._calls import Deadline
 from tandem._routers import Router
 from tests.defects import Repaired
@@ -20,6 +23,7 @@ from tests.waiting import until
 
 BROKE = Refusal(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 STOPPING = Refusal(grpc.StatusCode.UNAVAILABLE, "this router is stopping", (("tandem-error", "RouterStopping"),))
+NO_WORKERS = Refusal(grpc.StatusCode.UNAVAILABLE, "this router is stopping", (("tandem-error", "NoWorkers"),))
 EVERYTHING = {"prompt": "Go: ", "n": 3, "top_logprobs": 2, "prompt_logprobs": True, "echo": True}
 LIMIT_S = 60
 
@@ -74,6 +78,14 @@ async def test_answers_that_outlast_a_stopping_router_go_on(num_messages: int, e
     assert "".join(event.text for event in events) == STORY
 
 
+async def test_a_stopping_router_that_refuses_the_call_which_it_has_just_cut_off() -> None:
+    async with running_router() as router:
+        router.script.refusals = deque([STOPPING, *[NO_WORKERS] * 4])
+        async with client_of(router) as client:
+            assert (await client.generate(prompt="")).text == STORY
+        assert len(router.script.requests) == 6
+
+
 async def test_a_router_that_is_started_again_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     async with AsyncExitStack() as stack:
         old = FakeRouter(Script(hold_after_messages=3))
@@ -93,6 +105,28 @@ async def test_a_router_that_is_started_again_at_its_address(monkeypatch: pytest
         assert (await waiting).text == " "
         seeds = {request.sampling.seed for request in (*old.script.requests, *new.script.requests)}
     assert len(seeds - {0}) == 1, "the draws of the first call would be others"
+
+
+async def test_the_time_to_find_a_router_begins_with_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_s = 0.0
+    monkeypatch.setattr(_calls, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+    async with AsyncExitStack() as stack:
+        scripts = (Script(hold_after_messages=0), Script(hold_after_messages=0), Script())
+        routers = [FakeRouter(script) for script in scripts]
+        await routers[0].start()
+        await routers[0].set_serving(True)
+        client = await stack.enter_async_context(
+            tandem.AsyncClient(routers[0].address, timeout=10 * LIMIT_S, max_retries=0, resume_timeout=LIMIT_S)
+        )
+        call = asyncio.create_task(client.generate(prompt=""))
+        for old, new in pairwise(routers):
+            await asyncio.wait_for(old.script.holding.wait(), LIMIT_S)
+            passed_s += 2 * LIMIT_S  # the call waits in the router's queue meanwhile
+            await old.stop()
+            await new.start(int(old.address.rpartition(":")[2]))
+            stack.push_async_callback(new.stop)
+            await new.set_serving(True)
+        assert (await call).text == STORY
 
 
 @pytest.mark.parametrize("code", [0, 2, 5, 7, 8])

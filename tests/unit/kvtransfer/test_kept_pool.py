@@ -3,10 +3,11 @@
 import asyncio
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.transports.kept_pool import KeptPool
+from kvtransfer.transports.kept_pool import AvoidedAddresses, KeptPool
 from tests.waiting import until
 
 MAX_PAIRS = 3
@@ -117,3 +118,16 @@ async def test_idle_pairs_are_closed_and_used_ones_are_not() -> None:
     pool.leave(used)
     await until(lambda: used.num_closed)
     assert len(pool) == 0
+
+
+async def test_an_address_is_avoided_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_s, loop = 0.0, asyncio.get_running_loop()
+    now_s = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now_s() + passed_s)
+    avoided = AvoidedAddresses()
+    assert "a:1" not in avoided
+    avoided.add("a:1")
+    assert "a:1" in avoided
+    assert "b:1" not in avoided
+    passed_s = 61.0
+    assert "a:1" not in avoided

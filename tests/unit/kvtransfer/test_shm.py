@@ -18,9 +18,10 @@ import pytest
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports import arena as arenas
 from kvtransfer.transports import open_receive_transports, open_send_transports
-from kvtransfer.transports.arena import HEADER_BYTES, Arena, open_arena, receive_fd, remove_orphans
+from kvtransfer.transports.arena import Arena, open_arena, receive_fd, remove_orphans
 from kvtransfer.transports.base import Payload, TransportOffer
 from kvtransfer.transports.shm import ShmReceiveTransport, ShmSendTransport, open_sender
+from kvtransfer.transports.slots import ARENA_HEADER_BYTES
 from mesh.domain.errors import ConfigurationError, TransferCorrupt, TransferFailed
 from tests.defects import Repaired
 from tests.waiting import until
@@ -30,7 +31,7 @@ PAGE = os.sysconf("SC_PAGESIZE")
 
 @pytest.fixture
 def settings(tmp_path: Path) -> TransferSettings:
-    return TransferSettings(shm_dir=str(tmp_path), arena_bytes=HEADER_BYTES + 2 * PAGE)
+    return TransferSettings(shm_dir=str(tmp_path), arena_bytes=ARENA_HEADER_BYTES + 2 * PAGE)
 
 
 def names(settings: TransferSettings) -> list[str]:
@@ -163,7 +164,7 @@ async def test_nobody_can_cut_an_arena_short(settings: TransferSettings) -> None
     sender = make_sender(settings)
     fd, connection, _ = await receive_fd(settings.shm_dir, sender.offer().arena)
     with connection, pytest.raises(PermissionError):
-        os.truncate(f"/proc/self/fd/{fd}", HEADER_BYTES + 5)
+        os.truncate(f"/proc/self/fd/{fd}", ARENA_HEADER_BYTES + 5)
     os.close(fd)
     sender.close()
 
@@ -276,7 +277,7 @@ async def test_without_descriptors_a_receiver_waits_and_the_loop_does_not_spin(
     sender.close()
 
 
-@pytest.mark.parametrize("arena_bytes", [0, HEADER_BYTES, (1 << 30) + 1])
+@pytest.mark.parametrize("arena_bytes", [0, ARENA_HEADER_BYTES, (1 << 30) + 1])
 async def test_offers_of_absurd_size_are_declined(settings: TransferSettings, arena_bytes: int) -> None:
     offer = TransportOffer("shm", f"tandem-kv-{'0' * 32}", bytes(32), arena_bytes)
     assert await ShmReceiveTransport(settings).connect(offer) is None
@@ -288,14 +289,14 @@ async def test_offsets_outside_of_the_arena_are_refused(settings: TransferSettin
     receiver = ShmReceiveTransport(settings)
     source = await receiver.connect(offer)
     assert source is not None
-    for offset in (0, HEADER_BYTES - 1, offer.arena_bytes - 9, offer.arena_bytes, 2**64 - 1):
+    for offset in (0, ARENA_HEADER_BYTES - 1, offer.arena_bytes - 9, offer.arena_bytes, 2**64 - 1):
         with pytest.raises(TransferCorrupt):
             source.fetch(Payload(arena_offset=offset), 10)
     with pytest.raises(TransferCorrupt):
-        source.fetch(Payload(inline=b"x", arena_offset=HEADER_BYTES), 1)
+        source.fetch(Payload(inline=b"x", arena_offset=ARENA_HEADER_BYTES), 1)
     source.close()
     with pytest.raises(TransferFailed):
-        source.fetch(Payload(arena_offset=HEADER_BYTES), 10)
+        source.fetch(Payload(arena_offset=ARENA_HEADER_BYTES), 10)
     receiver.close()
     sender.close()
 

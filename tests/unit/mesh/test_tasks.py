@@ -1,10 +1,12 @@
 """Delays between attempts, the end of tasks, and waiting for an event."""
 
 import asyncio
+import threading
 
 import pytest
 
-from mesh.tasks import Backoff, cancel_all, set_within
+from mesh.tasks import Backoff, call_on, cancel_all, set_within
+from tests.waiting import LIMIT_S
 
 
 def test_delays_grow_and_begin_again_after_an_attempt_that_lasted() -> None:
@@ -62,3 +64,19 @@ async def test_waiting_for_an_event_ends_with_it_or_with_the_time() -> None:
     asyncio.get_running_loop().call_soon(event.set)
     assert await set_within(event, None)
     assert await set_within(event, 60.0)
+
+
+def test_another_thread_calls_on_a_loop_until_it_is_closed() -> None:
+    loop, called = asyncio.new_event_loop(), list[int]()
+
+    async def wait_called() -> None:
+        is_called = asyncio.Event()
+        caller = threading.Thread(target=lambda: [call_on(loop, called.append, 1), call_on(loop, is_called.set)])
+        caller.start()
+        await asyncio.wait_for(is_called.wait(), LIMIT_S)
+        caller.join()
+
+    loop.run_until_complete(wait_called())
+    loop.close()
+    call_on(loop, called.append, 2)
+    assert called == [1]

@@ -151,9 +151,7 @@ def test_a_draft_model_has_its_kv_in_the_blocks_of_the_first_group(checkpoint: C
 
 @pytest.mark.parametrize("arm", ["compiled", "cpu"])
 @pytest.mark.parametrize("family", ["gemma4", "gemma4-moe"])
-def test_int8_kv_of_one_group_is_no_scale_of_another(
-    checkpoint: Callable[[str], Path], family: str, arm: str
-) -> None:
+def test_int8_kv_of_one_group_is_no_scale_of_another(checkpoint: Callable[[str], Path], family: str, arm: str) -> None:
     """Its groups have heads of two sizes, so that scales lie where another group has numbers: four of -1 are a NaN."""
     runner = load_arm(checkpoint(family), arm, kv_dtype="int8", num_blocks=400)
     fresh = run_mixed(runner)

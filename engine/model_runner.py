@@ -181,9 +181,9 @@ class ModelRunner:
         """Clear blocks that the step is the first to write to. Attention multiplies by 0 what follows a token in its
         block, which must be no NaN then. The step fills it later, or in another row share.
         """
-        layout = self.kv_cache.layout
+        num_entries = self.kv_cache.layout.num_entries_for
         for item in batch.items:
-            if blocks := item.sequence.block_table[layout.num_entries_for(item.start) : layout.num_entries_for(item.end)]:
+            if blocks := item.sequence.block_table[num_entries(item.start) : num_entries(item.end)]:
                 self.clear_blocks(blocks)
 
     def _output(

@@ -181,8 +181,8 @@ def _draft_settings(speculation: Speculation, settings: RunnerSettings) -> Runne
         return None
     if isinstance(config, EncoderDecoderConfig):
         raise ConfigurationError(
-            f"draft_model {speculation.draft_model} does not fit {config.architecture}: draft models are for decoder-only "
-            "models; leave it out (speculative=ngram fits)"
+            f"draft_model {speculation.draft_model} does not fit {config.architecture}: draft models are for "
+            "decoder-only models; leave it out (speculative=ngram fits)"
         )
     if reason := why_no_drafts(load_decoder_config(speculation.draft_model)):
         raise ConfigurationError(f"draft_model {speculation.draft_model} cannot draft: {reason}; choose another")

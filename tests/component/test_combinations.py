@@ -38,7 +38,7 @@ MAX_MODEL_LEN = 120
 FAMILIES = (
     *("llama", "llama-multi-query", "mistral", "qwen2-window", "qwen3", "gpt2", "phi3", "gemma2", "gemma3", "bloom"),
     *("mixtral", "gpt-oss", "deepseek-v3", "llama4", "gemma4", "gemma4-moe"),
-    *("lfm2", "granite-4", "falcon-h1", "qwen3.5"),
+    *("lfm2", "bamba", "falcon-h1", "qwen3.5"),
 )
 ARITHMETIC: tuple[dict[str, str], ...] = (
     *({}, {"kv_dtype": "float16"}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}),
@@ -229,7 +229,7 @@ def check(seed: int, checkpoint: Callable[[str], Path], folder: Path) -> int:
     """The number of replays."""
     random = Random(seed)
     family, arithmetic = FAMILIES[seed % len(FAMILIES)], random.choice(ARITHMETIC)
-    block_size = random.choice((16, 16, 32, 48))
+    block_size = 16 if family == "llama4" else random.choice((16, 16, 32, 48))  # it must divide chunks
     runner = load_arm(checkpoint(family), "compiled", num_blocks=NUM_BLOCKS, block_size=block_size, **arithmetic)
     beginnings = [[random.randrange(256) for _ in range(MAX_MODEL_LEN)], list(b"abc abc abd " * 10)]
     specs = [draw_request(random, str(i), beginnings) for i in range(NUM_REQUESTS)]

@@ -108,7 +108,7 @@ class ModelRunner:
         step = builder.build(batch)
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)  # while the model computes
-        if self.kv_cache.layout.state_blocks:
+        if self.kv_cache.clears_new:
             self._clear_new(batch)
         announce = partial(self._announce, partial(on_layers, batch)) if on_layers is not None else None
         finish, sample_rows = self._forward(step, copies, announce)
@@ -178,14 +178,12 @@ class ModelRunner:
         return Span(first, end - first)
 
     def _clear_new(self, batch: ScheduledBatch) -> None:
-        """Clear blocks that the step is the first to write to: they may have held states, and attention multiplies by 0
-        what follows a token in its block, which must be no NaN then. The step fills it later, or in another row share.
+        """Clear blocks that the step is the first to write to. Attention multiplies by 0 what follows a token in its
+        block, which must be no NaN then. The step fills it later, or in another row share.
         """
-        layout = self.kv_cache.layout
-        size, states = layout.block_size, layout.state_blocks
+        num_entries = self.kv_cache.layout.num_entries_for
         for item in batch.items:
-            new = slice(states - (-item.start // size), states - (-item.end // size))
-            if blocks := item.sequence.block_table[new]:
+            if blocks := item.sequence.block_table[num_entries(item.start) : num_entries(item.end)]:
                 self.clear_blocks(blocks)
 
     def _output(

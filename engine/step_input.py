@@ -92,7 +92,8 @@ class StepInputBuilder:
     digest; they may change between steps.
 
     Block tables are padded with block 0, which is valid to read but never used. With `state_blocks`, it might hold a
-    state, whose bytes are no KV; so tables are padded with the sequence's last block. The tables of the groups of
+    state, whose bytes are no KV, and so might blocks that later steps are going to write; so tables end with the block
+    of the step's last token, and are padded with that. The tables of the groups of
     layers are side by side; those of groups with one of the `windows` begin with padding, up to what the step's tokens
     see.
     """
@@ -171,7 +172,7 @@ class StepInputBuilder:
 
     def _block_tables(self, batch: ScheduledBatch) -> Int32s:
         groups, count, states = self._groups, self._groups.count, self._state_blocks
-        tables = [item.sequence.block_table for item in batch.items]
+        tables = [self._table_of(item) for item in batch.items]
         longest = (max(map(len, tables), default=states) - states) // count
         blocks: list[int] = []
         for item, table in zip(batch.items, tables, strict=True):
@@ -182,6 +183,10 @@ class StepInputBuilder:
                 blocks += table[states + first * count + group :: count]
                 blocks += padding
         return self._filled("block_tables", blocks, np.int32).reshape(len(tables), count * longest)
+
+    def _table_of(self, item: ScheduledSequence) -> list[int]:
+        table, states = item.sequence.block_table, self._state_blocks
+        return table[: states + self._groups.num_positions(item.end) * self._groups.count] if states else table
 
     def _state_tables(self, batch: ScheduledBatch) -> Int32s:
         tables = self._buffer("states", (len(batch.items), self._state_blocks), np.int32)

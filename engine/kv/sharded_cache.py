@@ -25,6 +25,7 @@ class ShardedKVCache:
         self.reservation = reservation  # keeps the memory reserved as long as the cache lives
         self._own = own
         self._shards: tuple[KVCache, ...] = (own, *others)
+        self.clears_new = any(shard.clears_new for shard in self._shards)
 
     @property
     def tensor(self) -> Tensor:

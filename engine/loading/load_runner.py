@@ -179,7 +179,11 @@ def _draft_settings(speculation: Speculation, settings: RunnerSettings) -> Runne
         )
     if speculation.draft_model is None:
         return None
-    load_decoder_config(model_dir)
+    if isinstance(config, EncoderDecoderConfig):
+        raise ConfigurationError(
+            f"draft_model {speculation.draft_model} does not fit {config.architecture}: draft models are for "
+            "decoder-only models; leave it out (speculative=ngram fits)"
+        )
     if reason := why_no_drafts(load_decoder_config(speculation.draft_model)):
         raise ConfigurationError(f"draft_model {speculation.draft_model} cannot draft: {reason}; choose another")
     facts, draft_facts = read_model_facts(model_dir), read_model_facts(speculation.draft_model)

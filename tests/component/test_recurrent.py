@@ -153,3 +153,20 @@ def test_what_needs_to_divide_or_to_undo_is_refused(checkpoint: Checkpoint) -> N
         rank_share(load_decoder_config(model_dir), 0, Degrees(2))
     with pytest.raises(ConfigurationError, match="speculation does not fit Lfm2ForCausalLM"):
         draft_block_bytes(Speculation("ngram", 4), settings(model_dir))
+
+
+def test_blocks_of_later_steps_may_have_held_states(checkpoint: Checkpoint) -> None:
+    """A prompt is computed token by token beside a longer sequence. All of its blocks but those of the state are full
+    of numbers that are NaN as KV, and decodes in one padded batch read as many blocks of each.
+    """
+    runner = load_arm(checkpoint("lfm2"), "torch", kv_dtype="float16")
+    driver, (short, _, long) = Driver(runner), prompts()
+    first, second = driver.add(make_request("long", long)), driver.add(make_request("short", short * 3))
+    driver.step((first, len(long)))
+    driver.reserve(second.sequence, second.sequence.num_tokens)
+    runner.kv_cache.tensor[:, :, second.sequence.block_table[runner.kv_cache.layout.state_blocks :]] = float("nan")
+    driver.step((second, 1), (first, 1))
+    driver.finish(second, first)
+    alone = driver.add(make_request("alone", short * 3))
+    driver.finish(alone)
+    assert second.token_ids == alone.token_ids

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.kv.block_pool import BlockPool
 from engine.loop import Engine
@@ -15,11 +16,12 @@ from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
 from engine.speculation.drafters import Drafter, DraftModel
 from mesh.domain.kv import Degrees
+from mesh.domain.kv_groups import NO_BLOCK
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken
 from tests.component.arms import load_arm
 from tests.component.checkpoints import WINDOW
-from tests.component.parity import TOLERANCE, expect, prompts
+from tests.component.parity import TOLERANCE, expect, prompts, run_mixed
 from tests.component.ranked import ranked_runner
 from tests.component.remote_families import load_reference
 from tests.fakes.drafters import FakeDrafter, eager_speculator, known
@@ -145,3 +147,15 @@ def test_a_draft_model_has_its_kv_in_the_blocks_of_the_first_group(checkpoint: C
     scheduler, prompt = new_scheduler(runner, 200, max_batch_tokens=64), prompts()[2]
     serve(runner, scheduler, [SequenceState(make_request("a", prompt, max_new_tokens=NUM_NEW))], drafter)
     assert scheduler.load().accepted_tokens == scheduler.load().drafted_tokens > NUM_NEW // 2
+
+
+@pytest.mark.parametrize("arm", ["compiled", "cpu"])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-moe"])
+def test_int8_kv_of_one_group_is_no_scale_of_another(checkpoint: Callable[[str], Path], family: str, arm: str) -> None:
+    """Its groups have heads of two sizes, so that scales lie where another group has numbers: four of -1 are a NaN."""
+    runner = load_arm(checkpoint(family), arm, kv_dtype="int8", num_blocks=400)
+    fresh = run_mixed(runner)
+    runner.kv_cache.tensor.view(torch.uint8)[:, :, NO_BLOCK + 1 :] = 0xFF
+    again = run_mixed(runner)
+    assert [run.tokens for run in again] == [run.tokens for run in fresh]
+    assert [run.prompt_logprobs for run in again] == [run.prompt_logprobs for run in fresh]

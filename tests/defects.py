@@ -6,7 +6,7 @@
     repaired("D1", "3,900 requests while the log's disk is full: all answered")
 
 `make defects` runs these tests and prints the table: tried, before, after. A defect that was not repaired has `kept`,
-the reason, in its row.
+the reason, in its row. One whose test only `make chaos` runs has `shown_by`, that test's file.
 """
 
 import textwrap
@@ -54,8 +54,14 @@ def table(reports: Iterable[Any]) -> list[str]:
         return []
     lines = []
     for defect, row in ROWS.items():
-        ending = "; ".join(dict.fromkeys(after[defect])) or (f"kept: {row['kept']}" if "kept" in row else "NOT SHOWN")
+        ending = "; ".join(dict.fromkeys(after[defect])) or _without_report(row)
         lines.append(f"{defect:4} {row['tried']}")
         for name, text in (("before", row["before"]), ("after", ending)):
             lines += textwrap.wrap(text, _WIDTH, initial_indent=f"     {name:7}", subsequent_indent=" " * 12)
     return lines
+
+
+def _without_report(row: dict[str, str]) -> str:
+    if "kept" in row:
+        return f"kept: {row['kept']}"
+    return f"shown by make chaos: {row['shown_by']}" if "shown_by" in row else "NOT SHOWN"

@@ -12,7 +12,7 @@ The stream has no deadline and lives as long as the worker; keepalive and the re
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -123,7 +123,9 @@ class DecodeLink:
     async def run(self, on_up: Callable[[], None]) -> None:
         """Attach, and deliver messages until the worker ends the stream, or it breaks. Raises the error of a break;
         cancel to close the link."""
-        call = self._stub.Attach(self._outgoing(), metadata=self._identity.metadata)
+        call = self._stub.Attach(metadata=self._identity.metadata)
+        # Not by grpc.aio's own task, which waits for ever if the call fails to connect while this one is cancelled.
+        writing = asyncio.create_task(self._write_commands(call))
         responses = responses_of(call)
         try:
             await self._wait_welcome(responses)
@@ -135,8 +137,7 @@ class DecodeLink:
                 raise WorkerLost("the worker has ended the stream")
         finally:
             self.is_up = False
-            # grpc.aio ends the task that reads `_outgoing` if we cancel the call, but not if the worker ends it.
-            self._commands.put_nowait(None)
+            writing.cancel()
             await responses.aclose()
             is_lost = not self.has_ended
             self._fail_all(
@@ -163,11 +164,19 @@ class DecodeLink:
             abort = decode_pb2.AbortSequence(request_id=key[0], attempt=key[1])
             self._commands.put_nowait(decode_pb2.AttachRequest(abort=abort))
 
-    async def _outgoing(self) -> AsyncIterator[decode_pb2.AttachRequest]:
+    async def _write_commands(self, call: Any) -> None:
+        """Write hello and commands, until None. Without commands the link is useless: an error here ends the call."""
         hello = decode_pb2.AttachHello(router_id=self._identity.router_id, worker_incarnation=self.info.incarnation)
-        yield decode_pb2.AttachRequest(hello=hello)
-        while (command := await self._commands.get()) is not None:
-            yield command
+        try:
+            await call.write(decode_pb2.AttachRequest(hello=hello))
+            while (command := await self._commands.get()) is not None:
+                await call.write(command)
+            await call.done_writing()
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            pass  # the call has ended, and its responses say how
+        except BaseException:
+            call.cancel()
+            raise
 
     async def _wait_welcome(self, responses: AsyncIterator[decode_pb2.AttachResponse]) -> None:
         try:

@@ -94,6 +94,7 @@ class RedisRegistry:
         self._twins = TwinWatch(membership)
         self._log_limit = LogLimit(burst=1)
         self._taken: dict[str, bytes] = {}  # the signature of the newest message of each worker, by worker id
+        self._heard: dict[str, int] = {}  # the number of the newest message over the channel, by worker id
         self._misfits: dict[str, str] = {}  # refused incarnations, by worker id
         self._outbox: dict[str, bytes] = {}  # messages to send, by worker id: a refusal, or empty to request a snapshot
         self.connected = asyncio.Event()
@@ -123,7 +124,7 @@ class RedisRegistry:
                     if message is not None:
                         heard_s = time.monotonic()
                         if message["type"] == "message":
-                            self._take(message["data"])
+                            self._take(message["data"], over_channel=True)
                     elif time.monotonic() - heard_s > _DEAF_S:
                         raise TimeoutError("the subscription is silent")
                     await self._send_outbox(redis)
@@ -143,6 +144,7 @@ class RedisRegistry:
         if expired:
             await redis.zrem(name_in(redis, WORKERS), *expired)
         self._taken = {name: signature for name, signature in self._taken.items() if name in known}
+        self._heard = {name: number for name, number in self._heard.items() if name in known}
         self._misfits = {name: incarnation for name, incarnation in self._misfits.items() if name in known}
         self._guard.forget_silent()
 
@@ -171,19 +173,29 @@ class RedisRegistry:
         for worker_id, message in messages.items():
             await redis.publish(name_in(redis, ask_channel(worker_id)), message)
 
-    def _take(self, signed: bytes) -> None:
+    def _take(self, signed: bytes, *, over_channel: bool = False) -> None:
         try:
             received = self._signer.verify(signed)
+            is_next = over_channel and self._is_next(received)
             if self._guard.is_new(received):
                 self._taken[received.info.worker_id] = signature_of(signed)
                 self._apply(received)
             elif self._guard.lag_s(received) > _OVERLAP_S:
-                raise Refused("it is older than a heartbeat that its worker has sent before: replayed")
+                if not is_next:
+                    raise Refused("it is older than a heartbeat that its worker has sent before: replayed")
             elif received.message.HasField("heartbeat"):
                 self._twins.note(received.info, wire.state_from_proto(received.message.heartbeat.state))
         except Refused as refused:
             if self._log_limit.admit(str(refused)) is not None:
                 log.warning("registry message refused", cause=str(refused))
+
+    def _is_next(self, received: WorkerMessage) -> bool:
+        """Record a message of the channel. Return True if it is the newest there: a router that was stopped for seconds
+        finds a newer one under the worker's key, and then reads those that have waited in the channel."""
+        is_next = received.number > self._heard.get(received.info.worker_id, 0)
+        if is_next:
+            self._heard[received.info.worker_id] = received.number
+        return is_next
 
     def _apply(self, received: WorkerMessage) -> None:
         info, message = received.info, received.message

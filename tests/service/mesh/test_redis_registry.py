@@ -168,6 +168,29 @@ async def test_forged_tampered_and_replayed_messages_have_no_effect(redis_server
     assert max(causes.count(cause) for cause in causes) <= 2 + took_s  # one a second
 
 
+async def test_messages_that_waited_while_the_router_was_stopped_are_no_attack() -> None:
+    """The newest heartbeat, from its key, comes before those that have waited in the channel."""
+    now_s, membership = time.time(), Membership(time.monotonic)
+    registry = RedisRegistry("redis://127.0.0.1:1", membership, MEMBER, no_traffic())
+    times_s = iter((now_s - 8, now_s - 8, now_s - 4, now_s - 0.5))  # the first is that of the signer's start
+    signer = MessageSigner(KEY, lambda: next(times_s))
+    waited, waited_too, newest = (signer.sign(INFO, beat(num_running=number)) for number in range(3))
+    with capture_logs() as logs:
+        registry._take(newest)
+        registry._take(waited, over_channel=True)
+        registry._take(waited_too, over_channel=True)
+        registry._take(newest, over_channel=True)
+    assert [line for line in logs if line["event"] == "registry message refused"] == []
+    assert membership.find(INFO.worker_id).load.num_running == 2
+    for over_channel in (True, False):  # once more, or under the key, it is one
+        registry = RedisRegistry("redis://127.0.0.1:1", Membership(time.monotonic), MEMBER, no_traffic())
+        with capture_logs() as logs:
+            registry._take(newest, over_channel=True)
+            registry._take(waited, over_channel=over_channel)
+        [cause] = [line["cause"] for line in logs if line["event"] == "registry message refused"]
+        assert "replayed" in cause
+
+
 async def test_an_expired_record_disappears(
     redis_server: RedisServer, router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,14 +97,14 @@ async def test_a_broken_link_leaves_no_task(make_mesh: Any, monkeypatch: pytest.
     monkeypatch.setattr("router.workers.decode_link._FIRST_RETRY_S", 0.01)
     mesh = await make_mesh()
     decode = await mesh.decode()
-    num_writers = num_tasks("_consume_request_iterator")
+    num_writers = num_tasks("_write_commands")
     assert num_writers > 0
     for _ in range(3):
         decode.break_links()
         await mesh.until(lambda: mesh.router._links.find(decode.info) is None)
         decode.beat()
         await mesh.until(lambda: mesh.router._links.find(decode.info) is not None)
-    await mesh.until(lambda: num_tasks("_consume_request_iterator") == num_writers)
+    await mesh.until(lambda: num_tasks("_write_commands") == num_writers)
 
 
 async def test_workers_that_join_together_are_followed_together(

@@ -1,10 +1,12 @@
 """Links to decode workers are opened a few at a time, the first workers' first."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from mesh.domain.worker import WorkerInfo, WorkerRole
@@ -12,12 +14,14 @@ from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.connections import Channels, RouterIdentity
-from router.workers.decode_link import DecodeLinks
+from router.workers.decode_link import DecodeLink, DecodeLinks
 from router.workers.membership import Membership
 from tests.fakes.router_views import make_view
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 NAMES = [f"d{number}" for number in range(7)]
+IMPATIENT = [("grpc.min_reconnect_backoff_ms", 2_000), ("grpc.initial_reconnect_backoff_ms", 2_000)]
+"""gRPC gives up a connection after so long."""
 
 
 class Workers(decode_pb2_grpc.DecodeServicer):
@@ -120,3 +124,23 @@ async def test_workers_that_leave_while_others_are_opened_take_no_turn(rig: Rig)
     rig.workers.answer(*NAMES[4:])
     await until(lambda: rig.up() == NAMES[4:])
     assert sorted(rig.workers.attached) == sorted({"d0", "d1", *NAMES[4:]})
+
+
+async def test_a_link_that_is_closed_as_its_connection_fails_leaves_no_task() -> None:
+    """Where packets vanish, both limits are of 5 s. A task that awaits the connection for ever is destroyed some day,
+    with an error in the log.
+    """
+    loop, tasks = asyncio.get_running_loop(), asyncio.all_tasks()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        info = replace(make_view("d0", WorkerRole.DECODE).info, address=f"127.0.0.1:{silent.getsockname()[1]}")
+        async with grpc.aio.insecure_channel(info.address, options=IMPATIENT) as channel:
+            link = DecodeLink(info, channel, RouterIdentity("router", Credentials()))
+            running = asyncio.create_task(link.run(lambda: None))
+            connection, _ = await loop.sock_accept(silent)
+            with connection:
+                loop.call_later(0.0, running.cancel)
+                # The loop stands still until gRPC tells of the failure, so it learns of both in one round.
+                assert loop._selector.select(LIMIT_S)
+                await asyncio.gather(running, return_exceptions=True)
+    await until(lambda: asyncio.all_tasks() == tasks, state=asyncio.all_tasks)

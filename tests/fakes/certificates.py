@@ -70,7 +70,7 @@ class Authority:
                  "-addext", "keyUsage = critical, keyCertSign", "-out", self.cert)  # fmt: skip
 
     def issue(self, name: str, *, names: str = LOOPBACK, days: int = 2, usage: str = "") -> Issued:
-        """A new certificate for `names`; with negative `days` one that has expired. `usage` limits what it is for."""
+        """A new certificate for `names`; with 0 `days` one that has expired. `usage` limits what it is for."""
         cert, key, request = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
         extensions = {"subjectAltName": names, "extendedKeyUsage": usage}
         extension = [word for kind, value in extensions.items() if value for word in ("-addext", f"{kind}={value}")]

@@ -225,7 +225,7 @@ def test_wrong_files_are_refused_in_words(authority: Authority, pair: dict[str, 
     tls = GatewaySettings(**pair).load_public_tls()
     assert tls is not None
     assert tls.latest.minimum_version == ssl.TLSVersion.TLSv1_2
-    late, other = authority.issue("late-https", days=-1), authority.issue("other-https")
+    late, other = authority.issue("late-https", days=0), authority.issue("other-https")
     for wrong, message in (
         ({"public_tls_key": ""}, "belong together"),
         ({"public_tls_key": "/nowhere.key"}, r"cannot read /nowhere\.key: No such file"),

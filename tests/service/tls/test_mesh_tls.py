@@ -56,7 +56,7 @@ Caller = Callable[[Authority, Authority], TlsIdentity | None]
 BAD_CALLERS: dict[str, Caller] = {
     "plaintext": lambda ours, theirs: None,
     "no certificate": lambda ours, theirs: WithoutCertificate(b"", b"", ours.cert.read_bytes()),
-    "expired": lambda ours, theirs: ours.issue("late", days=-1).identity,
+    "expired": lambda ours, theirs: ours.issue("late", days=0).identity,
     "certificate of another CA": lambda ours, theirs: replace(
         theirs.issue("alien").identity, ca=ours.cert.read_bytes()
     ),
@@ -209,7 +209,7 @@ async def test_mutual_tls_alone_is_enough_to_listen_everywhere(authority: Author
 
 def test_wrong_files_are_one_clear_line(authority: Authority, stranger: Authority, model_dir: Path) -> None:
     good, other = authority.issue("good").settings, authority.issue("other").settings
-    late, nameless = authority.issue("late", days=-1).settings, authority.issue("nameless", names="").settings
+    late, nameless = authority.issue("late", days=0).settings, authority.issue("nameless", names="").settings
     alien = stranger.issue("alien").settings
     servers_only = authority.issue("servers-only", usage="serverAuth").settings
     encrypted = authority.issue("encrypted").settings

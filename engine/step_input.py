@@ -91,11 +91,10 @@ class StepInputBuilder:
     """Builds a StepInput per step, in buffers that grow as needed. `adapters`: the slots of the model's adapters, by
     digest; they may change between steps.
 
-    Block tables are padded with block 0, which is valid to read but never used. With `state_blocks`, it might hold a
-    state, whose bytes are no KV, and so might blocks that later steps are going to write; so tables end with the block
-    of the step's last token, and are padded with that. The tables of the groups of
-    layers are side by side; those of groups with one of the `windows` begin with padding, up to what the step's tokens
-    see.
+    Block tables are padded with block 0, which is valid to read but never used. With `state_blocks` any other block
+    than those with the step's tokens might hold a state, whose bytes are no KV: tables end with the block of the step's
+    last token, and are padded with that. The tables of the groups of layers are side by side; those of groups with one
+    of the `windows` begin with padding, up to what the step's tokens see.
     """
 
     def __init__(

@@ -90,7 +90,10 @@ async def metrics(request: Request) -> Response:
             await backend.gate.check_operator(key_in(request.headers))
         except TandemError as error:
             return OPENAI.error_response(Problem.of(error))
-    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    try:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    except (TypeError, ValueError):  # it names a version that is none
+        encode, content_type = choose_encoder("")
     return Response(encode(backend.metrics), headers={"content-type": content_type})
 
 

@@ -2,6 +2,7 @@
 is that of text/model_text.py.
 """
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 # Used when neither the model, nor the settings, nor a worker sets a limit.
 _UNLIMITED_TOKENS = 1 << 20
+_ADDED_TOKEN = frozenset({"__type", "content", "lstrip", "normalized", "rstrip", "single_word", "special"})
+"""Members of transformers' AddedToken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +91,19 @@ class ServedModel:
 
 def _tokenizer_config(model_dir: Path, template: ChatTemplate | None) -> dict[str, Any]:
     """The settings as transformers has them once a tokenizer is loaded: special tokens are texts, and the chat template
-    is one text. Raises ConfigurationError.
+    is one text. Numbers that JSON has not are null. Raises ConfigurationError.
     """
     config = read_json(model_dir / "special_tokens_map.json", optional=True) | tokenizer_settings(model_dir)
-    texts = {key: value["content"] for key, value in config.items() if isinstance(value, dict) and "content" in value}
+    config.pop("chat_template", None)
     chat = {} if template is None else {"chat_template": template.source}
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} | config | texts | chat
+    text = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | config | chat)
+    described: dict[str, Any] = json.loads(text, object_hook=_special_token, parse_constant=lambda name: None)
+    return described
+
+
+def _special_token(value: dict[str, Any]) -> Any:
+    """The text of a token that is written with how it is matched, or another object as it is."""
+    return value["content"] if "content" in value and value.keys() <= _ADDED_TOKEN else value
 
 
 class LimitPolicy:

@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tandem._calls import ELSEWHERE, Deadline, RetryPolicy
+from tandem._calls import ELSEWHERE, RETRYABLE, Deadline, RetryPolicy
 from tandem._responses import EventReader
 from tandem._routers import Channels, Router, Routers, Stubs
 from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
@@ -59,6 +59,13 @@ class Losses:
     def are_too_many(self) -> bool:
         return self._count > _MAX_LOSSES
 
+    def error_of(self, failure: TandemError) -> TandemError:
+        """The error of a call that has failed: the last loss, because a router had accepted the call, or `failure`."""
+        if self.last is None or self.last is failure:
+            return failure
+        self.last.__cause__ = failure
+        return self.last
+
 
 class Connection:
     """Sends calls to the first router that accepts them.
@@ -97,7 +104,12 @@ class Connection:
             with router.errors():
                 return await method(router.stubs)(request, timeout=timeout_s, metadata=self._metadata)
 
-        return await self._first_success(attempt, deadline, Losses(), self._policy, deadline)
+        losses = Losses()
+        try:
+            return await self._first_success(attempt, deadline, losses, self._policy, deadline)
+        except ConnectionFailed as error:
+            failure = error
+        raise losses.error_of(failure)
 
     async def open_stream(
         self,
@@ -134,8 +146,8 @@ class Connection:
         policy: RetryPolicy,
         retry_deadline: Deadline,
     ) -> R:
-        """Call `attempt(router, timeout_s)` in rounds of all routers until it succeeds. Raise its last error when the
-        policy gives up, or when too many connections broke.
+        """Call `attempt(router, timeout_s)` in rounds of all routers until it succeeds. Raise the last round's error
+        when the policy gives up, or when too many connections broke.
         """
         num_retries = 0
         while True:
@@ -149,11 +161,7 @@ class Connection:
             num_retries += 1
 
     async def _round(self, attempt: Attempt[R], deadline: Deadline, losses: Losses) -> R:
-        """Call `attempt` at one router after the other until it succeeds. Raise the error of the last router.
-
-        A connection that broke during the call is raised rather than a later failure to connect or NoWorkers, because a
-        router has accepted the call.
-        """
+        """Call `attempt` at one router after the other until it succeeds. Raise the last router's error."""
         error: TandemError | None = None
         for router in self._routers:
             try:
@@ -162,11 +170,11 @@ class Connection:
                 self._routers.avoid(router)
                 if isinstance(failure, ConnectionFailed) and failure.broke:
                     losses.add(failure)
-                error = losses.last or failure
+                error = failure
                 if losses.are_too_many:
                     break
         assert error is not None  # there is at least one router
-        raise error from None
+        raise error
 
     async def wait_serving(self, timeout_s: float, *, stagger_s: float = 0.0) -> None:
         """Return when the health of one router is SERVING, and prefer that router. Raises DeadlineExceeded.
@@ -296,14 +304,12 @@ class ResumableStream:
                 self._stream = await self._connection.open_stream(self._request, self._deadline, self._losses)
             else:
                 await self._stream.read()
-        except ConnectionFailed as loss:
-            if self._stream is not None:
-                self._losses.add(loss)  # `open_stream` adds its own
-            elif not loss.broke:
-                raise  # no router has accepted the call
+        except RETRYABLE as failure:
+            if not self._has_lost(failure):
+                raise
             if self._reader.is_complete():
                 return None
-            self._stream = await self._repeat(loss)
+            self._stream = await self._repeat(failure)
         message = self._stream.message
         if message is not None and message.prompt.model:
             # Sent again, the call must reach the same revision, whatever its share is by then.
@@ -315,16 +321,25 @@ class ResumableStream:
         if self._stream is not None:
             self._stream.cancel()
 
-    async def _repeat(self, loss: ConnectionFailed) -> MessageStream:
-        """Send the call again and return its stream at the first message. Raises the latest loss, at first `loss`, if
-        no router accepts the call in time.
+    def _has_lost(self, failure: TandemError) -> bool:
+        """True if a router that had accepted the call was lost. Only then is the call sent again."""
+        if self._stream is None:
+            return self._losses.last is not None  # `open_stream` has added it
+        if isinstance(failure, ConnectionFailed):
+            self._losses.add(failure)
+        return isinstance(failure, ConnectionFailed)
+
+    async def _repeat(self, failure: TandemError) -> MessageStream:
+        """Send the call again and return its stream at the first message. Raises the last loss if no router accepts the
+        call in time.
         """
         if self._stream is not None and self._request.HasField("ttft_target"):
             # The first token was delivered before the loss, so its target no longer applies.
             self._request.ttft_target.FromMicroseconds(max(1, round(self._deadline.remaining_s() * 1_000_000)))
-        while True:
-            if self._losses.are_too_many or not self._resume_timeout_s:
-                raise loss
+        loss = None
+        # If a router accepts the call and is lost, too, the search begins anew.
+        while self._losses.last is not loss and not self._losses.are_too_many and self._resume_timeout_s:
+            loss = self._losses.last
             try:
                 stream = await self._search()
             except Cancelled:
@@ -332,12 +347,11 @@ class ResumableStream:
             except TandemError as error:
                 if not self._deadline.remaining_s():
                     raise DeadlineExceeded(f"out of time while looking for a router: {loss}") from error
-                if self._losses.last in (None, loss):
-                    raise loss from error
-                loss = self._losses.last  # a router had accepted the call and was lost, too
+                failure = error
             else:
                 self._reader.repeat()
                 return stream
+        raise self._losses.error_of(failure)
 
     async def _search(self) -> MessageStream:
         """Send the call to the first router that serves, for `resume_timeout_s` at most. Raises TandemError."""

@@ -79,8 +79,8 @@ class KVCache:
         self._layers = list(self._tensor.unbind(0))
         self._parts = parts or [[BlockParts(1, heads, layout.head_dim)] * layers] * layout.groups.count
         self.clears_new = layout.state_blocks > 0 or (layout.dtype == "int8" and any(of != parts[0] for of in parts))
-        """True if what a block last held may read as NaN: a state, or in int8 the rows of a group with parts of another
-        size, whose numbers lie where this group has scales. Then blocks are cleared before they are written."""
+        """True if blocks are cleared before they are written, because what they last held may read as NaN: a state, or
+        in int8 KV of layers whose heads have another size, with numbers where these layers have scales."""
         if not self._tensor.is_cuda:
             prepare()
         # [layers, planes, num_blocks + num_spare, units, heads, bytes of a unit]

@@ -1,5 +1,6 @@
 """vLLM's /tokenize, /detokenize and /tokenizer_info, by which clients use the model's tokenizer from afar."""
 
+import json
 from collections.abc import Sequence
 
 from starlette.responses import JSONResponse, Response
@@ -77,4 +78,5 @@ async def detokenize(exchange: Exchange) -> Response:
 async def tokenizer_info(exchange: Exchange) -> Response:
     """Return the settings of the tokenizer of the model that answers requests without a name, or of `?model=`."""
     name = model_of(exchange.request.query_params.get("model", ""))
-    return JSONResponse(await exchange.client.tokenizer_config(name or "", timeout=exchange.settings.request_timeout_s))
+    config = await exchange.client.tokenizer_config(name or "", timeout=exchange.settings.request_timeout_s)
+    return Response(json.dumps(config), media_type="application/json")  # in ASCII: files may have halves of a pair

@@ -18,7 +18,8 @@ async def test_metrics_are_openmetrics_if_asked_for() -> None:
         await gateway.post("/generate", {"inputs": "One fine"})
         plain = await gateway.http.get("/metrics")
         opened = await gateway.http.get("/metrics", headers={"accept": OPENMETRICS})
-    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        odd = await gateway.http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.x"})
+    assert plain.headers["content-type"] == odd.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert opened.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     texts, opens = list(parse_text(plain.text)), list(parse_openmetrics(opened.text))
     assert counted(texts) == counted(opens)

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,6 +25,7 @@ from tests.waiting import until
 BROKE = Refusal(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 STOPPING = Refusal(grpc.StatusCode.UNAVAILABLE, "this router is stopping", (("tandem-error", "RouterStopping"),))
 NO_WORKERS = Refusal(grpc.StatusCode.UNAVAILABLE, "this router is stopping", (("tandem-error", "NoWorkers"),))
+OVERLOADED = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", (("tandem-error", "Overloaded"),))
 EVERYTHING = {"prompt": "Go: ", "n": 3, "top_logprobs": 2, "prompt_logprobs": True, "echo": True}
 LIMIT_S = 60
 
@@ -78,12 +80,33 @@ async def test_answers_that_outlast_a_stopping_router_go_on(num_messages: int, e
     assert "".join(event.text for event in events) == STORY
 
 
-async def test_a_stopping_router_that_refuses_the_call_which_it_has_just_cut_off() -> None:
+@pytest.mark.parametrize("end", [STOPPING, BROKE], ids=["stopping", "broken"])
+@pytest.mark.parametrize("refusal", [NO_WORKERS, OVERLOADED], ids=["no workers", "overloaded"])
+async def test_routers_that_refuse_a_call_which_was_cut_off_before_its_first_token(
+    end: Refusal, refusal: Refusal
+) -> None:
     async with running_router() as router:
-        router.script.refusals = deque([STOPPING, *[NO_WORKERS] * 4])
+        router.script.refusals = deque([end, *[refusal] * 4])
         async with client_of(router) as client:
             assert (await client.generate(prompt="")).text == STORY
         assert len(router.script.requests) == 6
+
+
+async def test_what_kept_a_lost_call_from_going_on_is_the_cause_of_its_error() -> None:
+    async with running_router() as router:
+        router.script.refusals = deque([*breaks_after(3), *[NO_WORKERS] * 1000])
+        async with client_of(router, resume_timeout=1.0) as client:
+            with pytest.raises(tandem.ConnectionFailed, match="Socket closed") as told:
+                await client.generate(prompt="")
+        assert len(router.script.requests) > 3, "it was refused in several rounds"
+    causes: list[BaseException] = []
+    error: BaseException | None = told.value
+    while error is not None and error not in causes:
+        causes.append(error)
+        error = error.__cause__
+    assert error is None, "an error is its own cause"
+    assert [type(cause) for cause in causes] == [tandem.ConnectionFailed, tandem.NoWorkers, grpc.aio.AioRpcError]
+    assert len(traceback.extract_tb(causes[1].__traceback__)) < 12, "it grew with each round"
 
 
 async def test_a_router_that_is_started_again_at_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from router.text.chat import TextPrompt
 from router.text.model_text import EncodedPrompt, Grammars, PromptEncoder
 from router.text.tokenizer import Tokenizer, max_token_chars
 from tests.defects import Repaired
-from tests.fakes.router_model import BOS, BOS_ID, EOS_ID, byte_level_tokenizer, write_checkpoint
+from tests.fakes.router_model import BOS, BOS_ID, EOS, EOS_ID, byte_level_tokenizer, write_checkpoint
 from tests.fakes.tokenizers import write_gpt2, write_llama, write_t5
 from tests.waiting import LIMIT_S
 
@@ -65,6 +66,27 @@ def test_stop_strings_of_the_model_are_texts_or_end_tokens(tmp_path: Path) -> No
     assert (plain.stop_strings, model.stop_strings) == ((), ("###",))
     assert plain.facts.eos_token_ids == {EOS_ID}
     assert model.facts.eos_token_ids == {EOS_ID, BOS_ID}
+
+
+def test_clients_are_told_of_a_tokenizer_what_transformers_says_of_it(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, chat_template=None)
+    image = {"content": "<image>", "lstrip": False, "normalized": False, "rstrip": False, "special": True}
+    facts = {
+        "additional_special_tokens": [image, "<b>"],
+        "extra_special_tokens": {"image_token": image, "content": "<c>"},
+        "chat_template": [{"name": "rag", "template": "{{ messages }}"}],
+        "model_max_length": math.inf,
+    }
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+    assert ServedModel.load("tiny", folder).tokenizer_config == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "additional_special_tokens": ["<image>", "<b>"],
+        "extra_special_tokens": {"image_token": "<image>", "content": "<c>"},
+        "model_max_length": None,
+    }
 
 
 def test_a_model_without_an_end_in_its_vocabulary_is_reported(tmp_path: Path) -> None:

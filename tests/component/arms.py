@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.kernels.cpu.machine import why_no_loops
 from engine.loading.load_runner import load_model_runner
-from engine.loading.resolve import kv_layout
 from engine.model_runner import ModelRunner
-from engine.models.cpu_support import why_not_compiled
 from engine.models.decoder import Decoder
-from engine.models.read_config import load_decoder_config
 from engine.runner_settings import RunnerSettings
 
 ARMS: dict[str, dict[str, object]] = {
@@ -28,13 +26,9 @@ def settings(model_dir: Path, **changes: object) -> RunnerSettings:
 
 def load_arm(model_dir: Path, arm: str, **changes: object) -> ModelRunner:
     """A runner that computes in this way and no other; skips the test where the CPU cannot."""
-    wanted = settings(model_dir, **ARMS[arm] | changes)
-    if arm == "compiled":
-        config = load_decoder_config(model_dir)
-        reason = why_not_compiled(config, kv_layout(config, wanted)) or ""
-        if reason.startswith("the CPU has no"):
-            pytest.skip(reason)
-    runner = load_model_runner(wanted)
+    if arm != "torch" and (reason := why_no_loops()):
+        pytest.skip(reason)
+    runner = load_model_runner(settings(model_dir, **ARMS[arm] | changes))
     assert runner.attention_backend == arm
     return runner
 

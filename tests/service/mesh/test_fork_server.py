@@ -5,9 +5,10 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from mesh.fork_server.client import ForkedProcess, ForkServer, can_fork
+from mesh.fork_server.client import ForkedProcess, ForkServer, can_fork, execute
 from mesh.process import adopt_orphans
 from tests.orphans import disown_orphans
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 pytestmark = [
     pytest.mark.skipif(not can_fork(), reason="forks are for Linux"),
@@ -159,6 +160,48 @@ async def test_a_client_that_goes_before_it_has_read_an_answer_is_no_error() -> 
         adopt_orphans()
         leave_unread(forks.server._socket)
         assert await asyncio.to_thread(forks.server._process.wait, LIMIT_S) == 0
+
+
+def fill(channel: socket.socket) -> None:
+    """Let the next message wait until the other end has read some."""
+    with suppress(BlockingIOError):
+        while True:
+            channel.send(b"{}", socket.MSG_DONTWAIT)
+
+
+def ask_without_answer(stdin: int, output: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A fork server that is asked for a process and cannot send its answer."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        ours.send(json.dumps([PROGRAM[2]]).encode())
+        fill(theirs)
+        server = execute(theirs.fileno(), environment())
+    request = {"module": PROGRAM[2], "flags": [], "environ": {}, "fd_names": []}
+    socket.send_fds(ours, [json.dumps(request).encode()], [stdin, output, output])
+    return server, ours
+
+
+async def test_a_fork_whose_user_was_not_told_of_it_never_runs() -> None:
+    """Nobody would end it."""
+    adopt_orphans()
+    with open(os.devnull, "rb") as stdin:
+        reading, output = os.pipe()
+        others = set(psutil.Process().children())
+        server, ours = ask_without_answer(stdin.fileno(), output)
+    with ours, open(reading, "rb") as said:
+        os.close(output)
+        forked: list[psutil.Process] = []
+
+        def has_forked() -> bool:
+            forked[:] = [each for each in psutil.Process().children() if each not in others and each.pid != server.pid]
+            return bool(forked)
+
+        await until(has_forked)
+        server.kill()
+        server.wait()
+        assert await asyncio.to_thread(said.read) == b""
+        assert await asyncio.to_thread(forked[0].wait, LIMIT_S) == -signal.SIGKILL
+    disown_orphans()
 
 
 async def test_a_fork_outlives_the_fork_server() -> None:

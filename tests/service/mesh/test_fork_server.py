@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import pytest
@@ -143,11 +143,15 @@ async def test_a_cancelled_start_leaves_no_answer_to_the_next() -> None:
         assert len(forks.lost) == 1
 
 
+def ask_for_process(channel: socket.socket, stdin: int, output: int) -> None:
+    request = {"module": PROGRAM[2], "flags": [], "environ": {}, "fd_names": []}
+    socket.send_fds(channel, [json.dumps(request).encode()], [stdin, output, output])
+
+
 def leave_unread(channel: socket.socket) -> None:
     """Ask for a process, end it, and close the socket with the answer in it."""
-    request = {"module": PROGRAM[2], "flags": [], "environ": {}, "fd_names": []}
     with open(os.devnull, "r+b") as null:
-        socket.send_fds(channel, [json.dumps(request).encode()], [null.fileno()] * 3)
+        ask_for_process(channel, null.fileno(), null.fileno())
     channel.settimeout(LIMIT_S)
     pid = json.loads(channel.recv(4096, socket.MSG_PEEK))["pid"]
     os.kill(pid, signal.SIGKILL)
@@ -169,38 +173,36 @@ def fill(channel: socket.socket) -> None:
             channel.send(b"{}", socket.MSG_DONTWAIT)
 
 
-def ask_without_answer(stdin: int, output: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A fork server that is asked for a process and cannot send its answer."""
+def ask_without_answer() -> tuple[subprocess.Popen[bytes], socket.socket, BinaryIO]:
+    """A fork server that is asked for a process and cannot send its answer; what the process says."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         ours.send(json.dumps([PROGRAM[2]]).encode())
         fill(theirs)
         server = execute(theirs.fileno(), environment())
-    request = {"module": PROGRAM[2], "flags": [], "environ": {}, "fd_names": []}
-    socket.send_fds(ours, [json.dumps(request).encode()], [stdin, output, output])
-    return server, ours
+    reading, writing = os.pipe()
+    with open(os.devnull, "rb") as null, open(writing, "wb") as output:
+        ask_for_process(ours, null.fileno(), output.fileno())
+    return server, ours, open(reading, "rb")
+
+
+def children_but(known: set[psutil.Process]) -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child not in known]
 
 
 async def test_a_fork_whose_user_was_not_told_of_it_never_runs() -> None:
     """Nobody would end it."""
     adopt_orphans()
-    with open(os.devnull, "rb") as stdin:
-        reading, output = os.pipe()
-        others = set(psutil.Process().children())
-        server, ours = ask_without_answer(stdin.fileno(), output)
-    with ours, open(reading, "rb") as said:
-        os.close(output)
-        forked: list[psutil.Process] = []
-
-        def has_forked() -> bool:
-            forked[:] = [each for each in psutil.Process().children() if each not in others and each.pid != server.pid]
-            return bool(forked)
-
-        await until(has_forked)
+    others = set(psutil.Process().children())
+    server, ours, said = ask_without_answer()
+    others.add(psutil.Process(server.pid))
+    with ours, said:
+        await until(lambda: children_but(others))
+        (forked,) = children_but(others)
         server.kill()
         server.wait()
         assert await asyncio.to_thread(said.read) == b""
-        assert await asyncio.to_thread(forked[0].wait, LIMIT_S) == -signal.SIGKILL
+        assert await asyncio.to_thread(forked.wait, LIMIT_S) == -signal.SIGKILL
     disown_orphans()
 
 

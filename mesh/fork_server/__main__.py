@@ -1,11 +1,12 @@
 """`python -m mesh.fork_server SOCKET_FD`: imports modules once, and forks a process for each request.
 
     import a module ─▶ import the next ─▶ ... ─▶ wait
-          └── after each: a request has come ─▶ fork ─▶ answer with the process id
+          └── after each: a request has come ─▶ fork ─▶ answer with the process id ─▶ let the process run
 
 A forked process runs its module as `python -m` does, and shares the memory of all that was imported before. Its parent
 ends at once, so that it becomes a child of the client (client.py), which waits for it and signals it; the end of the
-fork server does not matter to it. The fork server ends when the client does.
+fork server does not matter to it once it runs. If the fork server ends before its answer, the client does not know the
+process, so that nobody would end it: it dies instead of running. The fork server ends when the client does.
 
 A fork copies one thread only, and no thread may run that could hold a lock at that moment. So nothing is started here:
 no thread, no event loop, no gRPC channel, no parallel region of torch or numba, no CUDA. Importing starts none of
@@ -20,12 +21,14 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import sys
 import time
 from collections import deque
 from contextlib import suppress
 from importlib.util import find_spec
+from io import RawIOBase
 
 import setproctitle
 
@@ -35,6 +38,7 @@ _MAX_REQUEST_BYTES = 1 << 18
 _MAX_FDS = 16
 _STDIO = 3
 _POLL_S = 0.0005
+_RELEASE = b"!"
 
 
 class Forked:
@@ -90,17 +94,35 @@ def serve(client: socket.socket) -> Forked | None:
         forked = Forked(message, fds)
         _import(forked.module, imported)
         gc.freeze()  # or the first garbage collection of each process would write to all pages
+        if _start(forked, client):
+            return forked
+
+
+def _start(forked: Forked, client: socket.socket) -> bool:
+    """Fork, answer with the process id, and let the process run. Returns True in the new process, once it may run."""
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as released, open(writing, "wb", buffering=0) as releasing:
         try:
             pid = _fork()
         except OSError as error:
             answer: dict[str, object] = {"error": error.strerror}
         else:
             if pid == 0:
-                return forked
+                releasing.close()
+                _await(released)
+                return True
             answer = {"pid": pid}
         forked.close()
-        with suppress(BrokenPipeError):  # the client is gone, which `recv` will say
+        with suppress(BrokenPipeError):  # the client is gone, which `recv` will say, or the process is
             client.send(json.dumps(answer).encode())
+            releasing.write(_RELEASE)
+    return False
+
+
+def _await(released: RawIOBase) -> None:
+    """Return once the fork server has answered. If it has ended instead, so does this process, as if killed with it."""
+    if released.read(1) != _RELEASE:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _import(module: str, imported: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 A seed draws a model with its arithmetic and KV, requests of many kinds, and ways to serve them: slots, tokens of a
 step, blocks (few: sequences are preempted and replayed), prefix cache, disk, drafts, and strangers that are aborted.
+All blocks have held something else before: a read of what was not written shows in the answer.
 Each request is first served alone, in whole prompts, without any of it.
 
     TANDEM_COMBINATIONS=500 python -m pytest -m soak tests/component/test_combinations.py
@@ -14,8 +15,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import torch
 
 from engine.kv.block_pool import BlockPool
+from engine.kv.cache import KVCache
 from engine.kv.disk import BlockFiles, DiskCache
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
@@ -220,6 +223,12 @@ def serve_alone(runner: ModelRunner, specs: list[SequenceSpec], folder: Path) ->
     return answers
 
 
+def soil(cache: KVCache, random: Random) -> None:
+    """Fill blocks with numbers of either sign, where blocks are cleared before their first use with NaN, too."""
+    byte = random.choice((0x44, 0xC4, *([0xFF] if cache.clears_new else [])))
+    cache.tensor.view(torch.uint8)[:, :, cache.layout.num_unused :] = byte
+
+
 def stranger(spec: SequenceSpec) -> SequenceSpec:
     forks = tuple(replace(fork, request_id=f"stranger-{fork.request_id}") for fork in spec.forks)
     return replace(spec, request_id=f"stranger-{spec.request_id}", forks=forks)
@@ -234,9 +243,10 @@ def check(seed: int, checkpoint: Callable[[str], Path], folder: Path) -> int:
     beginnings = [[random.randrange(256) for _ in range(MAX_MODEL_LEN)], list(b"abc abc abd " * 10)]
     specs = [draw_request(random, str(i), beginnings) for i in range(NUM_REQUESTS)]
     alone = serve_alone(runner, specs, folder)
-    num_replays = 0
+    num_replays, bytes_drawn = 0, Random(seed)
     for _ in range(NUM_WAYS):
         way = draw_way(random)
+        soil(runner.kv_cache, bytes_drawn)
         served = Served(runner, way, random, alone, folder)
         served.serve(specs, [stranger(spec) for spec in specs[: way.num_strangers]])
         for request_id in alone.tokens:

@@ -5,20 +5,21 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 import pytest
 import pytest_asyncio
 
-from mesh.fork_server.client import ForkedProcess, ForkServer, can_fork
+from mesh.fork_server.client import ForkedProcess, ForkServer, can_fork, execute
 from mesh.process import adopt_orphans
 from tests.orphans import disown_orphans
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 pytestmark = [
     pytest.mark.skipif(not can_fork(), reason="forks are for Linux"),
@@ -142,11 +143,15 @@ async def test_a_cancelled_start_leaves_no_answer_to_the_next() -> None:
         assert len(forks.lost) == 1
 
 
+def ask_for_process(channel: socket.socket, stdin: int, output: int) -> None:
+    request = {"module": PROGRAM[2], "flags": [], "environ": {}, "fd_names": []}
+    socket.send_fds(channel, [json.dumps(request).encode()], [stdin, output, output])
+
+
 def leave_unread(channel: socket.socket) -> None:
     """Ask for a process, end it, and close the socket with the answer in it."""
-    request = {"module": PROGRAM[2], "flags": [], "environ": {}, "fd_names": []}
     with open(os.devnull, "r+b") as null:
-        socket.send_fds(channel, [json.dumps(request).encode()], [null.fileno()] * 3)
+        ask_for_process(channel, null.fileno(), null.fileno())
     channel.settimeout(LIMIT_S)
     pid = json.loads(channel.recv(4096, socket.MSG_PEEK))["pid"]
     os.kill(pid, signal.SIGKILL)
@@ -159,6 +164,46 @@ async def test_a_client_that_goes_before_it_has_read_an_answer_is_no_error() -> 
         adopt_orphans()
         leave_unread(forks.server._socket)
         assert await asyncio.to_thread(forks.server._process.wait, LIMIT_S) == 0
+
+
+def fill(channel: socket.socket) -> None:
+    """Let the next message wait until the other end has read some."""
+    with suppress(BlockingIOError):
+        while True:
+            channel.send(b"{}", socket.MSG_DONTWAIT)
+
+
+def ask_without_answer() -> tuple[subprocess.Popen[bytes], socket.socket, BinaryIO]:
+    """A fork server that is asked for a process and cannot send its answer; what the process says."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        ours.send(json.dumps([PROGRAM[2]]).encode())
+        fill(theirs)
+        server = execute(theirs.fileno(), environment())
+    reading, writing = os.pipe()
+    with open(os.devnull, "rb") as null, open(writing, "wb") as output:
+        ask_for_process(ours, null.fileno(), output.fileno())
+    return server, ours, open(reading, "rb")
+
+
+def children_but(known: set[psutil.Process]) -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child not in known]
+
+
+async def test_a_fork_whose_user_was_not_told_of_it_never_runs() -> None:
+    """Nobody would end it."""
+    adopt_orphans()
+    others = set(psutil.Process().children())
+    server, ours, said = ask_without_answer()
+    others.add(psutil.Process(server.pid))
+    with ours, said:
+        await until(lambda: children_but(others))
+        (forked,) = children_but(others)
+        server.kill()
+        server.wait()
+        assert await asyncio.to_thread(said.read) == b""
+        assert await asyncio.to_thread(forked.wait, LIMIT_S) == -signal.SIGKILL
+    disown_orphans()
 
 
 async def test_a_fork_outlives_the_fork_server() -> None:

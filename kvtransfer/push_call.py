@@ -15,6 +15,7 @@ from mesh.domain.errors import MeshError, ReceiverLost, TransferFailed, WorkerLo
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Metadata, TlsIdentity
 from mesh.rpc.status import FirstStatus, error_from_rpc
+from mesh.tasks import call_on
 from mesh.v1 import kvtransfer_pb2 as pb
 
 _METHOD = f"/{SERVICE_NAME}/Push"
@@ -93,7 +94,7 @@ class PushCall:
 
     def send(self, request: bytes) -> None:
         """Let `write_all` send it, from any thread."""
-        self._loop.call_soon_threadsafe(self._unsent.put_nowait, request)
+        call_on(self._loop, self._unsent.put_nowait, request)
 
     async def write_all(self) -> None:
         """Write what is sent, until cancelled. Raises MeshError."""

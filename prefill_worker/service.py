@@ -32,6 +32,7 @@ from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted, Tra
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
+from mesh.tasks import call_on
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import PrefillMetrics
 from worker.tracing import begin_span
@@ -201,7 +202,7 @@ class PrefillService:
                     table = self._layout.sent_blocks(item.sequence.block_table, num_tokens)
                 finals.append(_FinalBlocks(prompt, blocks, item.needs_sampling, table, begun_s))
         if finals:
-            self._loop.call_soon_threadsafe(self._announce, finals, layers)
+            call_on(self._loop, self._announce, finals, layers)
 
     def _sent(self, positions: range, sequence: SequenceState) -> range:
         """The places in a transfer of the blocks of these positions that are sent."""

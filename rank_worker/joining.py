@@ -42,7 +42,7 @@ from mesh.metrics import new_registry, serving_metrics
 from mesh.process import announce, ending_if_stuck, keep_freed_memory, until_stopped
 from mesh.rpc.channel import open_channel
 from mesh.rpc.status import error_from_rpc
-from mesh.tasks import Backoff
+from mesh.tasks import Backoff, call_on
 from mesh.v1 import rank_pb2, rank_pb2_grpc
 from rank_worker.kv import RankKV
 from rank_worker.lifetime import die_with
@@ -270,7 +270,7 @@ class JoinedRank:
         try:
             self._load_and_execute()
         except Exception as error:
-            self._loop.call_soon_threadsafe(self._set_failed, error)
+            call_on(self._loop, self._set_failed, error)
 
     def _load_and_execute(self) -> None:
         settings = self._group.settings

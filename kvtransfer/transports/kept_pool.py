@@ -1,5 +1,5 @@
-"""What transports keep for a peer between transfers, such as a process group or a mapped arena; and the peers that they
-avoid for a while. No I/O.
+"""Transports keep some things for a peer between transfers, such as a process group or a mapped arena, and avoid some
+peers for a while. No I/O.
 """
 
 import asyncio

@@ -25,6 +25,8 @@ from bench.peers.catalog import PEERS, checkpoint_of, installed, model_for
 from bench.peers.process import PeerFailed, PeerProcess, running
 from bench.peers.wire import Sampling, add_sampling_flag, sampling_of
 from bench.processes import cpu_s
+from engine.loading.resolve import kv_layout, resolve
+from engine.runner_settings import RunnerSettings
 from mesh.settings import as_flags
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import RunFailed
@@ -38,20 +40,21 @@ TANDEM: Mapping[str, tuple[str, ...]] = {
     "tandem-colocated": ("--colocated",),
     "tandem-colocated-2": ("--colocated", "--decode=2"),
 }
-_PRECISION_FLAGS = {
-    "none": (),
-    "bf16": ("--dtype", "bfloat16"),
-    "int8": ("--quantize", "int8"),
-    "int4": ("--quantize", "int4"),
+_PRECISIONS = {
+    "none": ("auto", "none"),
+    "bf16": ("bfloat16", "none"),
+    "int8": ("auto", "int8"),
+    "int4": ("auto", "int4"),
 }
+"""Tandem's dtype and quantisation."""
 _MAX_SEQS = 64
 _KV_TOKENS = 32768
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Options that all arms of a comparison share. `precision`: see _PRECISION_FLAGS; none is fp32. `kv_tokens`: room
-    for the KV of peers; Tandem takes a share of the free memory. `sampling`: None is greedy.
+    """Options that all arms of a comparison share. `precision`: see _PRECISIONS; none is fp32. `kv_tokens`: room for
+    KV, in each of Tandem's workers. `sampling`: None is greedy.
     """
 
     envs: Path
@@ -164,10 +167,19 @@ async def running_peer(
 
 @asynccontextmanager
 async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
-    flags = [str(checkpoint_of(setup.shape, setup.envs)), *TANDEM[arm.name], *_PRECISION_FLAGS[setup.precision]]
+    folder, (dtype, quantize) = checkpoint_of(setup.shape, setup.envs), _PRECISIONS[setup.precision]
+    flags = [str(folder), *TANDEM[arm.name], *as_flags(dtype=dtype, quantize=quantize)]
     flags += ["--max-step-tokens", str(arm.budget)] if arm.budget else []
+    num_bytes = _kv_bytes(RunnerSettings(folder, dtype=dtype, quantize=quantize), setup.kv_tokens)
+    flags += [f"--set={role}.kv_cache_bytes={num_bytes}" for role in ("prefill", "decode")]
     async with own_mesh(flags) as address, tandem.AsyncClient(address) as client:
         yield _through(client, setup.sampling)
+
+
+def _kv_bytes(settings: RunnerSettings, num_tokens: int) -> int:
+    settings, config = resolve(settings)
+    layout = kv_layout(config, settings)
+    return -(-num_tokens // layout.block_size) * layout.block_bytes
 
 
 def _through(client: tandem.AsyncClient, sampling: Sampling | None) -> Stream:
@@ -220,7 +232,7 @@ def add_common_flags(parser: argparse.ArgumentParser, default_arms: Sequence[str
     """Add the flags that all comparisons in bench.peers share."""
     parser.add_argument("--arms", type=parse_arm, nargs="+", default=[parse_arm(arm) for arm in default_arms])
     parser.add_argument("--shape", default="135m")
-    parser.add_argument("--quantize", default="none", choices=[*_PRECISION_FLAGS], help="none is fp32")
+    parser.add_argument("--quantize", default="none", choices=[*_PRECISIONS], help="none is fp32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cores", type=int, nargs="+", help="cores of all processes; default: all allowed")
     parser.add_argument("--envs", type=Path, default=Path(".peers"), help="folder of the peers' environments")

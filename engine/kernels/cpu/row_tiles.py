@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from numba import types
 
@@ -69,7 +70,8 @@ def multiply_rows(
         emit, (product, group, numbers, rows, distance, _) = Emitter(context, builder), args
         (_, a_step), (_, panel_bytes) = (emit.matrix(matrix) for matrix in emit.members(product, 2))
         first, end = emit.members(rows, 2)
-        ahead = _ahead(builder, first, end, (distance, panel_bytes), fetch_in_turn=_fetch_in_turn(element))
+        place = _Place(first, end, distance, panel_bytes)
+        ahead = _ahead(builder, place, fetch_in_turn=_fetch_in_turn(element))
 
         def write(size: int) -> None:
             if element == types.uint8:
@@ -87,20 +89,38 @@ def multiply_rows(
                 with does_not:
                     write_tile(emit, product, depth, (size, _PANELS), element)
 
-        return _write_tiles(builder, _num_rows(builder, first, end, element), _sizes(element), write)
+        return _write_tiles(builder, _num_rows(builder, place, element), _sizes(element), write)
 
     return types.intp(matrices, types.intp, types.intp, rows, types.intp, element), generate
 
 
-def _num_rows(builder: Builder, first: Value, end: Value, element: NumbaType) -> Value:
+class _Place(NamedTuple):
+    """The first row of a tile, the end of all rows, how far ahead weights are prefetched, and bytes of a panel."""
+
+    first: Value
+    end: Value
+    ahead: Value
+    panel_bytes: Value
+
+    def is_first(self, builder: Builder) -> Value:
+        return builder.icmp_signed("==", self.first, INT64(0))
+
+    def fetches_units(self, builder: Builder) -> Value:
+        """Whether it is the next unit that is prefetched. Units that are too large are read at once instead."""
+        return builder.icmp_signed("==", self.ahead, builder.mul(self.panel_bytes, INT64(_PANELS)))
+
+
+def _num_rows(builder: Builder, place: _Place, element: NumbaType) -> Value:
     """The number of rows for which a tile is chosen: those that are left, or more, which are multiplied in vain."""
-    left = builder.sub(end, first)
+    left = builder.sub(place.end, place.first)
     if not outruns_memory() or not (element == types.float32 or _has_instruction(element)):
         return left
     fewest, most = (INT64(number) for number in (_FASTEST[element][0], _FASTEST[element][-1]))
-    is_alone = builder.icmp_signed("==", first, INT64(0))
-    is_slower = builder.and_(builder.icmp_signed(">=", left, fewest), builder.icmp_signed("<", left, most))
-    return builder.select(builder.and_(is_alone, is_slower), most, left)
+    conditions = [place.fetches_units(builder), builder.icmp_signed(">=", left, fewest)]
+    is_slower = builder.icmp_signed("<", left, most)
+    for condition in (place.is_first(builder), *conditions):
+        is_slower = builder.and_(is_slower, condition)
+    return builder.select(is_slower, most, left)
 
 
 def _fetch_in_turn(element: NumbaType) -> bool:
@@ -110,25 +130,20 @@ def _fetch_in_turn(element: NumbaType) -> bool:
     return knows_avx512() and element in (types.int8, types.int16)
 
 
-def _ahead(
-    builder: Builder, first: Value, end: Value, sizes: tuple[Value, Value], *, fetch_in_turn: bool
-) -> tuple[Value, Value]:
-    """For each panel of the unit how many bytes further weights are prefetched during the tile from row `first` on; 0:
-    none are. `sizes`: how far ahead, and bytes of a panel.
-    """
-    none, (ahead, panel) = INT64(0), sizes
-    is_first = builder.icmp_signed("==", first, none)
+def _ahead(builder: Builder, place: _Place, *, fetch_in_turn: bool) -> tuple[Value, Value]:
+    """For each panel of the unit how many bytes further weights are prefetched during the tile; 0: none are."""
+    none, ahead, panel = INT64(0), place.ahead, place.panel_bytes
+    is_first = place.is_first(builder)
     both = builder.select(is_first, ahead, none)
     if not fetch_in_turn:
         return both, both
-    # Units of which only a part is prefetched are read at once.
-    is_whole = builder.icmp_signed("==", ahead, builder.mul(panel, INT64(_PANELS)))
-    in_turn = builder.and_(is_whole, builder.icmp_signed(">", end, INT64(_MOST_ROWS)))
-    is_second = builder.and_(builder.not_(is_first), builder.icmp_signed("<=", first, INT64(_MOST_ROWS)))
+    most = INT64(_MOST_ROWS)
+    in_turn = builder.and_(place.fetches_units(builder), builder.icmp_signed(">", place.end, most))
+    is_second = builder.and_(builder.not_(is_first), builder.icmp_signed("<=", place.first, most))
     distances = []
     for of_first, of_second in ((ahead, builder.add(ahead, panel)), (builder.sub(ahead, panel), ahead)):
-        now = builder.select(is_second, of_second, none)
-        distances.append(builder.select(in_turn, builder.select(is_first, of_first, now), both))
+        of_others = builder.select(is_second, of_second, none)
+        distances.append(builder.select(in_turn, builder.select(is_first, of_first, of_others), both))
     return distances[0], distances[1]
 
 

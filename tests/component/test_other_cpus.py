@@ -61,6 +61,19 @@ for word in sys.argv[2:]:
 """
 
 
+_TILES_SCRIPT = """
+from engine.kernels.cpu import machine
+flags = machine.cpu_flags()
+assert not machine.knows_amx()
+machine.cpu_flags = lambda: flags ^ {"avx_vnni"}
+print(machine.outruns_memory())
+from tests.component.test_cpu_products import test_a_row_does_not_depend_on_its_batch, test_products_are_exact
+for kind in ("float32", "bfloat16", "int8"):
+    test_products_are_exact(kind)
+    test_a_row_does_not_depend_on_its_batch(kind)
+"""
+
+
 _CACHES = ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR")
 _COMPILED = {"none": ["compiled", "float32"], "int8": ["compiled", "int8"]}
 
@@ -137,6 +150,17 @@ def test_code_for_instructions_that_this_cpu_may_lack(
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == [f"{piece} {found}" for piece, found in instructions.items()]
+
+
+def test_tiles_of_zen_4_and_zen_5(tmp_path: Path) -> None:
+    """Whichever of the two this CPU is: with the tiles of the other one."""
+    if not {"avx512f", "avx512_vnni"} <= machine.cpu_flags() or machine.knows_amx():
+        pytest.skip("it is neither")
+    environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _TILES_SCRIPT]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == [str("avx_vnni" not in machine.cpu_flags())]
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,13 @@ def knows_amx() -> bool:
     return {"amx_tile", "amx_int8", "amx_bf16"} <= cpu_flags()
 
 
+def outruns_memory() -> bool:
+    """True if a core multiplies weights with eight rows well before it gets the next ones: on Zen 5, which multiplies
+    two whole vectors in a cycle. It is the CPU with AVX-VNNI beside AVX-512, and without AMX.
+    """
+    return knows_avx512() and "avx_vnni" in cpu_flags() and not knows_amx()
+
+
 def knows_bf16() -> bool:
     """True if the CPU has instructions for bf16: they round fp32, and multiply and add up pairs."""
     return "avx512_bf16" in cpu_flags()

@@ -314,8 +314,8 @@ def _multiply_unit(
     sums, row = Matrix(rows.sums, _SUM_BYTES), 0
     while row < rows.num_rows:
         matrices = TileProduct(Matrix(rows.a + row * rows.a_step, rows.a_step), b, sums)
-        ahead_now, left = ahead if row == 0 else 0, rows.num_rows - row
-        count = multiply_rows(matrices, columns.group, columns.numbers, left, ahead_now, element)
+        left = Range(row, rows.num_rows)
+        count = multiply_rows(matrices, columns.group, columns.numbers, left, ahead, element)
         tile_rows = _TileRows(rows.sums, row, min(count, rows.num_rows - row))
         _finish(_tile(rows, columns, tile_rows, unit, mode), mode, element)
         row += count

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from numba import types
 
@@ -18,11 +19,19 @@ from engine.kernels.cpu.compiler import (
     Values,
     emitted,
 )
-from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, UNIT, knows_avx512, knows_bf16, knows_vnni
+from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, UNIT, knows_avx512, knows_bf16, knows_vnni, outruns_memory
 from engine.kernels.cpu.nibbles import write_nibble_tile
 from engine.kernels.cpu.tiles import write_tile
 
 _PANELS = UNIT // PANEL
+_MOST_ROWS = 12
+_FASTEST = {types.int8: range(1, 11), types.int16: range(1, 13), types.float32: range(3, 13)}
+"""On a CPU that outruns memory, numbers of rows for which the only tile of a unit is fastest with the last of them."""
+
+
+def _has_instruction(element: NumbaType) -> bool:
+    """True if the CPU multiplies these numbers, four or two at once, as they are."""
+    return (element == types.int8 and knows_vnni()) or (element == types.int16 and knows_bf16())
 
 
 def _sizes(element: NumbaType) -> tuple[int, ...]:
@@ -37,8 +46,7 @@ def _sizes(element: NumbaType) -> tuple[int, ...]:
         return tuple(range(1, 13))
     if element == types.uint8 and knows_vnni():  # with its zeros and scales, a tile of eight rows takes too long
         return (4, 8, 10, 12)
-    has_instruction = (element == types.int8 and knows_vnni()) or (element == types.int16 and knows_bf16())
-    return (8, 10, 12) if has_instruction else (1, 2, 4, 8, 10, 12)
+    return (8, 10, 12) if _has_instruction(element) else (1, 2, 4, 8, 10, 12)
 
 
 @emitted
@@ -47,23 +55,27 @@ def multiply_rows(
     matrices: NumbaType,
     group: NumbaType,
     numbers: NumbaType,
-    num_rows: NumbaType,
+    rows: NumbaType,
     ahead: NumbaType,
     element: NumbaType,
 ) -> Intrinsic:
-    """Multiply the first tile of `num_rows` rows of a TileProduct; returns its rows, which may be more.
+    """Multiply the next tile of a unit: the first of the rows in `rows`, a Range, at which the TileProduct begins.
+    Returns the number of rows, which may be more than there are.
 
-    `ahead`: see write_tile; 0: nothing is prefetched. `group`: inputs that share a scale in int4 and fp8;
-    `numbers`: what the numbers of int4 are, see nibbles.py. `element`: any element of the weights.
+    Meanwhile the weights `ahead` bytes further are prefetched, unless that is 0. `group`: inputs that share a scale in
+    int4 and fp8; `numbers`: what the numbers of int4 are, see nibbles.py. `element`: any element of the weights.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit, (product, group, numbers, num_rows, ahead, _) = Emitter(context, builder), args
-        a_step = emit.matrix(emit.members(product, 1)[0])[1]
+        emit, (product, group, numbers, rows, distance, _) = Emitter(context, builder), args
+        (_, a_step), (_, panel_bytes) = (emit.matrix(matrix) for matrix in emit.members(product, 2))
+        first, end = emit.members(rows, 2)
+        place = _Place(first, end, distance, panel_bytes)
+        ahead = _ahead(builder, place, fetch_in_turn=_fetch_in_turn(element))
 
         def write(size: int) -> None:
             if element == types.uint8:
-                write_nibble_tile(emit, product, a_step, (group, numbers), (size, _PANELS), ahead)
+                write_nibble_tile(emit, product, a_step, (group, numbers), (size, _PANELS), ahead[0])
                 return
             depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
             if element in (types.boolean, types.uint32):
@@ -71,15 +83,68 @@ def multiply_rows(
                 own_group = group if element == types.boolean else None
                 write_tile(emit, product, depth, (size, _PANELS), element, ahead, own_group)
                 return
-            with builder.if_else(builder.icmp_signed("!=", ahead, INT64(0))) as (prefetches, does_not):
+            with builder.if_else(builder.icmp_signed("!=", ahead[0], INT64(0))) as (prefetches, does_not):
                 with prefetches:
                     write_tile(emit, product, depth, (size, _PANELS), element, ahead)
                 with does_not:
                     write_tile(emit, product, depth, (size, _PANELS), element)
 
-        return _write_tiles(builder, num_rows, _sizes(element), write)
+        return _write_tiles(builder, _num_rows(builder, place, element), _sizes(element), write)
 
-    return types.intp(matrices, types.intp, types.intp, types.intp, types.intp, element), generate
+    return types.intp(matrices, types.intp, types.intp, rows, types.intp, element), generate
+
+
+class _Place(NamedTuple):
+    """The first row of a tile, the end of all rows, how far ahead weights are prefetched, and bytes of a panel."""
+
+    first: Value
+    end: Value
+    ahead: Value
+    panel_bytes: Value
+
+    def is_first(self, builder: Builder) -> Value:
+        return builder.icmp_signed("==", self.first, INT64(0))
+
+    def fetches_units(self, builder: Builder) -> Value:
+        """Whether it is the next unit that is prefetched. Units that are too large are read at once instead."""
+        return builder.icmp_signed("==", self.ahead, builder.mul(self.panel_bytes, INT64(_PANELS)))
+
+
+def _num_rows(builder: Builder, place: _Place, element: NumbaType) -> Value:
+    """The number of rows for which a tile is chosen: those that are left, or more, which are multiplied in vain."""
+    left = builder.sub(place.end, place.first)
+    if not outruns_memory() or not (element == types.float32 or _has_instruction(element)):
+        return left
+    fewest, most = (INT64(number) for number in (_FASTEST[element][0], _FASTEST[element][-1]))
+    conditions = [place.fetches_units(builder), builder.icmp_signed(">=", left, fewest)]
+    is_slower = builder.icmp_signed("<", left, most)
+    for condition in (place.is_first(builder), *conditions):
+        is_slower = builder.and_(is_slower, condition)
+    return builder.select(is_slower, most, left)
+
+
+def _fetch_in_turn(element: NumbaType) -> bool:
+    """True if the first two tiles of a unit ask for a panel of the next one each: with both to ask for, the first tile
+    waits for memory, which the second one leaves idle. int4 gained nothing, and fp32 took longer.
+    """
+    return knows_avx512() and element in (types.int8, types.int16)
+
+
+def _ahead(builder: Builder, place: _Place, *, fetch_in_turn: bool) -> tuple[Value, Value]:
+    """For each panel of the unit how many bytes further weights are prefetched during the tile; 0: none are."""
+    none, ahead, panel = INT64(0), place.ahead, place.panel_bytes
+    is_first = place.is_first(builder)
+    both = builder.select(is_first, ahead, none)
+    if not fetch_in_turn:
+        return both, both
+    most = INT64(_MOST_ROWS)
+    in_turn = builder.and_(place.fetches_units(builder), builder.icmp_signed(">", place.end, most))
+    is_second = builder.and_(builder.not_(is_first), builder.icmp_signed("<=", place.first, most))
+    distances = []
+    for of_first, of_second in ((ahead, builder.add(ahead, panel)), (builder.sub(ahead, panel), ahead)):
+        of_others = builder.select(is_second, of_second, none)
+        distances.append(builder.select(in_turn, builder.select(is_first, of_first, of_others), both))
+    return distances[0], distances[1]
 
 
 def _first_size(num_rows: int, sizes: tuple[int, ...]) -> int:

@@ -11,6 +11,7 @@ the dequantised numbers in fp32, to the bit. Other units of such a model are in 
 them.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -123,11 +124,11 @@ def write_tile(
     depth: Value,
     size: tuple[int, int],
     element: NumbaType,
-    ahead: Value | None = None,
+    ahead: Sequence[Value] = (),
     group: Value | None = None,
 ) -> None:
-    """Write the code of `multiply_tile` for a size of (rows, panels). Meanwhile the weights that lie `ahead` bytes
-    further are prefetched. `group`: inputs that share a scale, of fp8.
+    """Write the code of `multiply_tile` for a size of (rows, panels). Meanwhile weights are prefetched, for each panel
+    those that lie its number of `ahead` in bytes further. `group`: inputs that share a scale, of fp8.
     """
     (num_rows, num_panels), arithmetic, builder = size, _arithmetic(element), emit.builder
     (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(product, 3))
@@ -137,7 +138,8 @@ def write_tile(
     for some_rows, some_panels in _parts_in_registers(num_rows, num_panels, arithmetic):
         zeros = [constant(arithmetic.sums, 0)] * (len(some_rows) * len(some_panels))
         panels_at = [emit.at(b_at, builder.mul(b_step, INT64(j))) for j in some_panels]
-        part = _TilePart(arithmetic, (a_at, a_step), some_rows, ahead if some_rows.start == 0 else None, to_l2)
+        prefetched = [ahead[j] for j in some_panels] if ahead and some_rows.start == 0 else []
+        part = _TilePart(arithmetic, (a_at, a_step), some_rows, prefetched, to_l2)
         if group is None:
             totals = _add_passes(emit, part, builder.udiv(depth, INT64(arithmetic.numbers)), panels_at, zeros)
         else:
@@ -149,12 +151,13 @@ def write_tile(
 
 
 class _TilePart(NamedTuple):
-    """Some rows of a tile. `a`: a pointer at row 0, and the step; `ahead` and `to_l2`: where and how to prefetch."""
+    """Some rows of a tile. `a`: a pointer at row 0, and the step; `ahead` and `to_l2`: where and how to prefetch, if
+    at all."""
 
     arithmetic: _Arithmetic
     a: tuple[Value, Value]
     rows: range
-    ahead: Value | None
+    ahead: list[Value]
     to_l2: bool
 
 
@@ -191,9 +194,8 @@ def _add_passes(
         now_at = [emit.at(at, b_row) for at in panels_at]
         a_column = emit.at(a_at, builder.mul(loop.index, INT64(arithmetic.numbers * FLOAT_BYTES)))
         loop.next[:] = loop.carried
-        if ahead is not None:
-            for at in now_at:
-                emit.prefetch(emit.at(at, ahead), to_l2=to_l2)
+        for at, distance in zip(now_at, ahead, strict=False):
+            emit.prefetch(emit.at(at, distance), to_l2=to_l2)
         for number in range(arithmetic.numbers):
             columns = [_weights(emit, at, arithmetic, number) for at in now_at]
             if scales is not None:

@@ -52,8 +52,6 @@ AMX_TILE_ROWS = 16
 """Rows of an AMX tile."""
 AMX_TILE_ROW_BYTES = 64
 """Bytes of such a row."""
-MAX_QUERY_ROWS = 3
-"""Maximum query rows that share one read of the cache in decode attention."""
 SUM_HEADS = 8
 """Heads that share one read of a row that is the value of all of them."""
 _BLOCK_NUMBERS = 2**15

@@ -151,15 +151,33 @@ def _round_row(emit: Emitter, at: Value, scales: Value) -> None:
     scaled = builder.select(is_hidden, builder.bitcast(nothing, FLOATS), builder.fmul(weights, scales))
     bits = builder.and_(builder.bitcast(scaled, INTS), constant(INTS, 0x7FFFFFFF))  # as in `largest_of`
     bits = emit.call("llvm.smax.v16i32", INTS, bits, constant(INTS, TINY_BITS))
-    largest = builder.bitcast(emit.call("llvm.vector.reduce.smax.v16i32", INT32, bits), FLOAT)
-    levels = emit.rounded(builder.fmul(scaled, emit.splat(builder.fdiv(FLOAT(most), largest))))
+    largest, zeros = _largest_of_four(emit, bits), ir.Constant(INTS, [0] * LANES)
+    factors = builder.fdiv(ir.Constant(largest.type, [most] * GROUP), largest, flags=("nsz",))
+    levels = emit.rounded(builder.fmul(scaled, builder.shuffle_vector(factors, factors, zeros)))
     if knows_vnni():
         octets = builder.bitcast(levels, ALL_BYTES)
         limbs = builder.shuffle_vector(octets, octets, ir.Constant(ir.VectorType(INT32, 2 * LANES), _HIGH_THEN_LOW))
         emit.store(limbs, at, 1)
     else:
         emit.store(shorts_of(emit, levels), at, 1)
-    emit.store(builder.fdiv(largest, FLOAT(most)), emit.at(at, _FACTOR_AT))
+    factor = builder.fdiv(builder.extract_element(largest, INT32(0)), FLOAT(most))
+    emit.store(factor, emit.at(at, _FACTOR_AT))
+
+
+def _largest_of_four(emit: Emitter, bits: Value) -> Value:
+    """Four times the largest of 16 positive fp32 numbers. LLVM's own reduction ends in another kind of register, and
+    the way there and back takes as long as the rest.
+    """
+    builder, size = emit.builder, LANES
+    while size > 1:
+        half = max(GROUP, size // 2)
+        other = [(lane + size // 2) % size if size <= GROUP else lane + half for lane in range(half)]
+        low, high = ([*range(half)], other) if size > GROUP else ([*range(GROUP)], [(lane ^ size // 2) for lane in range(GROUP)])
+        kind = ir.VectorType(INT32, half)
+        parts = [builder.shuffle_vector(bits, bits, ir.Constant(kind, lanes)) for lanes in (low, high)]
+        bits = emit.call(f"llvm.smax.v{half}i32", kind, *parts)
+        size //= 2
+    return builder.bitcast(bits, ir.VectorType(FLOAT, GROUP))
 
 
 def score_bytes(emit: Emitter, queries: list[Value], segments: list[Segment], out: list[list[Value]]) -> None:

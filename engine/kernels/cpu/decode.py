@@ -30,7 +30,8 @@ from engine.kernels.cpu.decode_vectors import (
     prepare_queries,
     prepare_weights,
     score_keys,
-    segments_at_once,
+    score_pairs,
+    scores_pairs,
 )
 from engine.kernels.cpu.kv_segments import head_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, SLOT_BYTES, SPLIT, VECTOR_BYTES
@@ -211,25 +212,49 @@ def _score_segments(
 ) -> None:
     """Write scores [query heads, keys] of all segments to memory.scores, without the queries' factors."""
     num_heads, group = heads.end - heads.first, shape.num_heads // shape.num_kv_heads
-    row_bytes, at_once = keys.num_segments * VECTOR_BYTES, segments_at_once(element)
+    row_bytes = keys.num_segments * VECTOR_BYTES
+    # Arithmetic limits many query rows. With few, memory does, and it gives less to two segments at once.
+    at_once = 2 if group > MAX_QUERY_ROWS and scores_pairs(element) else 1
     for i in range(0, keys.num_segments, at_once):
         last = min(i + at_once, keys.num_segments) - 1
         for head in range(num_heads):
             rows = _rows_of_head(keys, i, heads.first + head, shape, after, element)
             more = _rows_of_head(keys, last, heads.first + head, shape, after, element)
             for g in range(0, group, MAX_QUERY_ROWS):
-                row, pair = head * group + g, KeyRows(rows, more, (last - i) * VECTOR_BYTES)
+                row = head * group + g
                 left = Matrix(queries.address + row * queries.step, queries.step)
                 out = Matrix(memory.scores + row * row_bytes + i * VECTOR_BYTES, row_bytes)
-                if group - g >= MAX_QUERY_ROWS:
-                    score_keys(left, pair, out, MAX_QUERY_ROWS, element)
-                elif group - g == 3:
-                    score_keys(left, pair, out, 3, element)
-                elif group - g == 2:
-                    score_keys(left, pair, out, 2, element)
+                if at_once == 2:
+                    _score_pair(left, KeyRows(rows, more, (last - i) * VECTOR_BYTES), out, group - g, element)
                 else:
-                    score_keys(left, pair, out, 1, element)
+                    _score(left, rows, out, group - g, element)
                 rows, more = _fetched(rows), _fetched(more)
+
+
+@jit
+def _score(queries: Matrix, keys: CacheRows, out: Matrix, num_rows: int, element: Element) -> None:
+    """`score_keys` for the first MAX_QUERY_ROWS of `num_rows` queries."""
+    if num_rows >= MAX_QUERY_ROWS:
+        score_keys(queries, keys, out, MAX_QUERY_ROWS, element)
+    elif num_rows == 3:
+        score_keys(queries, keys, out, 3, element)
+    elif num_rows == 2:
+        score_keys(queries, keys, out, 2, element)
+    else:
+        score_keys(queries, keys, out, 1, element)
+
+
+@jit
+def _score_pair(queries: Matrix, keys: KeyRows, out: Matrix, num_rows: int, element: Element) -> None:
+    """`score_pairs` for the first MAX_QUERY_ROWS of `num_rows` queries."""
+    if num_rows >= MAX_QUERY_ROWS:
+        score_pairs(queries, keys, out, MAX_QUERY_ROWS, element)
+    elif num_rows == 3:
+        score_pairs(queries, keys, out, 3, element)
+    elif num_rows == 2:
+        score_pairs(queries, keys, out, 2, element)
+    else:
+        score_pairs(queries, keys, out, 1, element)
 
 
 @jit

@@ -53,9 +53,9 @@ _LIMB_LEVELS, _SHORT_LEVELS = 65535.0, 32767.0
 _FACTOR_AT = 2 * KEYS
 """Where the factor of 16 rounded weights lies: behind them."""
 _HIGH_THEN_LOW = [GROUP * lane + byte for byte in (1, 0) for lane in range(LANES)]
-SEGMENTS_AT_ONCE = VECTORS_AT_ONCE = 2 if knows_avx512() else 1
-"""Segments whose scores, and vectors whose sums fit into the registers for MAX_QUERY_ROWS rows: they share the reads of
-queries and of weights.
+KNOWS_PAIRS = knows_avx512()
+"""True if the scores of two segments, and two vectors of sums, fit into the registers for MAX_QUERY_ROWS rows: they
+share the reads of queries and of weights.
 """
 
 
@@ -172,7 +172,11 @@ def _largest_of_four(emit: Emitter, bits: Value) -> Value:
     while size > 1:
         half = max(GROUP, size // 2)
         other = [(lane + size // 2) % size if size <= GROUP else lane + half for lane in range(half)]
-        low, high = ([*range(half)], other) if size > GROUP else ([*range(GROUP)], [(lane ^ size // 2) for lane in range(GROUP)])
+        low, high = (
+            ([*range(half)], other)
+            if size > GROUP
+            else ([*range(GROUP)], [(lane ^ size // 2) for lane in range(GROUP)])
+        )
         kind = ir.VectorType(INT32, half)
         parts = [builder.shuffle_vector(bits, bits, ir.Constant(kind, lanes)) for lanes in (low, high)]
         bits = emit.call(f"llvm.smax.v{half}i32", kind, *parts)
@@ -224,15 +228,17 @@ def add_bytes(emit: Emitter, weights: list[Value], values: Segment, out: list[Va
     builder, num_vectors = emit.builder, values.num_vectors
     factors = [emit.splat(emit.load(emit.at(at, _FACTOR_AT), FLOAT)) for at in weights]
     emit.prefetch(scales_at(emit, values.ahead, num_vectors), to_l2=True)
-    passes = builder.udiv(num_vectors, INT64(VECTORS_AT_ONCE))
-    done = builder.mul(passes, INT64(VECTORS_AT_ONCE))
-    for first, count, size in ((INT64(0), passes, VECTORS_AT_ONCE), (done, builder.sub(num_vectors, done), 1)):
-        if size == 1 == VECTORS_AT_ONCE and count is not passes:
+    num_pairs = builder.lshr(num_vectors, INT64(1)) if KNOWS_PAIRS else INT64(0)
+    done = builder.shl(num_pairs, INT64(1))
+    for first, count, size in ((INT64(0), num_pairs, 2), (done, builder.sub(num_vectors, done), 1)):
+        if count is num_pairs and not KNOWS_PAIRS:
             continue
         with builder.if_then(builder.icmp_signed(">", count, INT64(0))), emit.loop(count, []) as loop:
             index = builder.add(first, builder.mul(loop.index, INT64(size)))
             indices = [builder.add(index, INT64(i)) for i in range(size)]
-            _add_vectors(emit, weights, values, indices, [(at, factor) for at, factor in zip(out, factors, strict=True)])
+            _add_vectors(
+                emit, weights, values, indices, [(at, factor) for at, factor in zip(out, factors, strict=True)]
+            )
 
 
 def _add_vectors(

@@ -31,7 +31,7 @@ from engine.kernels.cpu.compiler import (
     emitted,
 )
 from engine.kernels.cpu.decode_bytes import (
-    SEGMENTS_AT_ONCE,
+    KNOWS_PAIRS,
     Segment,
     add_bytes,
     round_weights,
@@ -68,8 +68,8 @@ class CacheRows(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """Keys of one head that are scored at once: of `first`, and, if `segments_at_once` is 2, of `second`, whose scores
-    lie `apart` bytes further. Both may be the same.
+    """Keys of one head in two segments. The scores of the second ones lie `apart` bytes further. Both may be the same
+    segment, 0 bytes apart.
     """
 
     first: CacheRows
@@ -99,17 +99,17 @@ class _Cache:
             self._emit.prefetch(at, to_l2=True)
 
 
-def segments_at_once(element: Element) -> int:
-    """Segments that `score_keys` takes."""
+def scores_pairs(element: Element) -> bool:
+    """True if there is code for `score_pairs`."""
     raise NotImplementedError
 
 
-def _some_segments(element: Element) -> int:
-    return SEGMENTS_AT_ONCE
+def _scores_pairs(element: Element) -> bool:
+    return KNOWS_PAIRS
 
 
-def _one_segment(element: Element) -> int:
-    return 1
+def _scores_no_pairs(element: Element) -> bool:
+    return False
 
 
 def prepare_queries(
@@ -147,7 +147,7 @@ def score_keys(
 ) -> Intrinsic:
     """out[row][0:16] = dot products of each query row with 16 keys.
 
-    queries: a Matrix of rows as `prepare_queries` returns it; keys: KeyRows; out: a Matrix, of the first keys' scores.
+    queries: a Matrix of rows as `prepare_queries` returns it; keys: CacheRows; out: a Matrix.
     """
     rows = range(num_rows.literal_value)
     # Keys whose sums fit into the registers.
@@ -156,13 +156,10 @@ def score_keys(
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         query_rows, out_rows = (_row_pointers(emit, args[i], rows) for i in (0, 2))
-        first_rows, second_rows, apart = emit.members(args[1], 3)
         if element == types.int8:
-            segments = [_segment(emit, each) for each in (first_rows, second_rows)[:SEGMENTS_AT_ONCE]]
-            out_of_all = [out_rows, [emit.at(row, apart) for row in out_rows]][:SEGMENTS_AT_ONCE]
-            score_bytes(emit, query_rows, segments, out_of_all)
+            score_bytes(emit, query_rows, [_segment(emit, args[1])], [out_rows])
             return context.get_dummy_value()
-        cache = _Cache(emit, first_rows, element)
+        cache = _Cache(emit, args[1], element)
         sums: list[Value] = []  # of key 0 with each row, then of key 1
         for first in range(0, KEYS, num_keys):
             with emit.loop(cache.num_vectors, [constant(FLOATS, 0.0)] * (num_keys * len(rows))) as loop:
@@ -182,6 +179,28 @@ def score_keys(
             low, high = _fold(builder, of_row[:_HALF]), _fold(builder, of_row[_HALF:])
             mixed = _merge(builder, low, high, 2)  # keys 0, 8, 1, 9, ...
             emit.store(builder.shuffle_vector(mixed, mixed, ir.Constant(INTS, _IN_ORDER)), out_rows[row])
+        return context.get_dummy_value()
+
+    return types.void(queries, keys, out, num_rows, element), generate
+
+
+@emitted
+def score_pairs(
+    typing: TypingContext, queries: NumbaType, keys: NumbaType, out: NumbaType, num_rows: NumbaType, element: NumbaType
+) -> Intrinsic:
+    """As `score_keys`, for KeyRows. `out` has the scores of the first segment."""
+    rows = range(num_rows.literal_value)
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        if element == types.int8 and KNOWS_PAIRS:
+            query_rows, out_rows = (_row_pointers(emit, args[i], rows) for i in (0, 2))
+            first, second, apart = emit.members(args[1], 3)
+            segments, further = (
+                [_segment(emit, each) for each in (first, second)],
+                [emit.at(at, apart) for at in out_rows],
+            )
+            score_bytes(emit, query_rows, segments, [out_rows, further])
         return context.get_dummy_value()
 
     return types.void(queries, keys, out, num_rows, element), generate
@@ -261,6 +280,6 @@ def add_values(
     return types.void(weights, values, out, num_rows, element), generate
 
 
-select_by_dtype(segments_at_once, {types.int8: _some_segments}, _one_segment)
+select_by_dtype(scores_pairs, {types.int8: _scores_pairs}, _scores_no_pairs)
 select_by_dtype(prepare_queries, {types.int8: split_queries if knows_vnni() else short_queries}, _plain_queries)
 select_by_dtype(prepare_weights, {types.int8: _round_weights}, _leave_weights)

@@ -224,37 +224,49 @@ def _score_segments(
                 row = head * group + g
                 left = Matrix(queries.address + row * queries.step, queries.step)
                 out = Matrix(memory.scores + row * row_bytes + i * VECTOR_BYTES, row_bytes)
-                if at_once == 2:
-                    _score_pair(left, KeyRows(rows, more, (last - i) * VECTOR_BYTES), out, group - g, element)
+                if at_once == 1:
+                    _score(left, rows, out, g, group, element)
                 else:
-                    _score(left, rows, out, group - g, element)
-                rows, more = _fetched(rows), _fetched(more)
+                    _score_pair(left, KeyRows(rows, more, (last - i) * VECTOR_BYTES), out, g, group, element)
 
 
 @jit
-def _score(queries: Matrix, keys: CacheRows, out: Matrix, num_rows: int, element: Element) -> None:
-    """`score_keys` for the first MAX_QUERY_ROWS of `num_rows` queries."""
-    if num_rows >= MAX_QUERY_ROWS:
-        score_keys(queries, keys, out, MAX_QUERY_ROWS, element)
+def _score(queries: Matrix, keys: CacheRows, out: Matrix, g: int, group: int, element: Element) -> None:
+    """`score_keys` for up to MAX_QUERY_ROWS queries of a group, from number `g` on."""
+    num_rows = group - g
+    if g > 0:
+        if num_rows >= MAX_QUERY_ROWS:
+            score_keys(queries, keys, out, MAX_QUERY_ROWS, 0, element)
+        elif num_rows == 3:
+            score_keys(queries, keys, out, 3, 0, element)
+        elif num_rows == 2:
+            score_keys(queries, keys, out, 2, 0, element)
+        else:
+            score_keys(queries, keys, out, 1, 0, element)
+    elif num_rows >= MAX_QUERY_ROWS:
+        score_keys(queries, keys, out, MAX_QUERY_ROWS, 1, element)
     elif num_rows == 3:
-        score_keys(queries, keys, out, 3, element)
+        score_keys(queries, keys, out, 3, 1, element)
     elif num_rows == 2:
-        score_keys(queries, keys, out, 2, element)
+        score_keys(queries, keys, out, 2, 1, element)
     else:
-        score_keys(queries, keys, out, 1, element)
+        score_keys(queries, keys, out, 1, 1, element)
 
 
 @jit
-def _score_pair(queries: Matrix, keys: KeyRows, out: Matrix, num_rows: int, element: Element) -> None:
-    """`score_pairs` for the first MAX_QUERY_ROWS of `num_rows` queries."""
-    if num_rows >= MAX_QUERY_ROWS:
-        score_pairs(queries, keys, out, MAX_QUERY_ROWS, element)
+def _score_pair(queries: Matrix, keys: KeyRows, out: Matrix, g: int, group: int, element: Element) -> None:
+    """`score_pairs`, likewise. There are more than MAX_QUERY_ROWS queries."""
+    num_rows = group - g
+    if g == 0:
+        score_pairs(queries, keys, out, MAX_QUERY_ROWS, 1, element)
+    elif num_rows >= MAX_QUERY_ROWS:
+        score_pairs(queries, keys, out, MAX_QUERY_ROWS, 0, element)
     elif num_rows == 3:
-        score_pairs(queries, keys, out, 3, element)
+        score_pairs(queries, keys, out, 3, 0, element)
     elif num_rows == 2:
-        score_pairs(queries, keys, out, 2, element)
+        score_pairs(queries, keys, out, 2, 0, element)
     else:
-        score_pairs(queries, keys, out, 1, element)
+        score_pairs(queries, keys, out, 1, 0, element)
 
 
 @jit
@@ -282,15 +294,30 @@ def _add_segments(
                 row = head * group + g
                 weights = Matrix(scores + row * row_bytes + (i - 1) * VECTOR_BYTES, row_bytes)
                 target = Matrix(out + row * head_bytes, head_bytes)
-                if group - g >= MAX_QUERY_ROWS:
-                    add_values(weights, rows, target, MAX_QUERY_ROWS, element)
-                elif group - g == 3:
-                    add_values(weights, rows, target, 3, element)
-                elif group - g == 2:
-                    add_values(weights, rows, target, 2, element)
-                else:
-                    add_values(weights, rows, target, 1, element)
-                rows = _fetched(rows)
+                _add(weights, rows, target, g, group, element)
+
+
+@jit
+def _add(weights: Matrix, values: CacheRows, out: Matrix, g: int, group: int, element: Element) -> None:
+    """`add_values` for up to MAX_QUERY_ROWS queries of a group, from number `g` on."""
+    num_rows = group - g
+    if g > 0:
+        if num_rows >= MAX_QUERY_ROWS:
+            add_values(weights, values, out, MAX_QUERY_ROWS, 0, element)
+        elif num_rows == 3:
+            add_values(weights, values, out, 3, 0, element)
+        elif num_rows == 2:
+            add_values(weights, values, out, 2, 0, element)
+        else:
+            add_values(weights, values, out, 1, 0, element)
+    elif num_rows >= MAX_QUERY_ROWS:
+        add_values(weights, values, out, MAX_QUERY_ROWS, 1, element)
+    elif num_rows == 3:
+        add_values(weights, values, out, 3, 1, element)
+    elif num_rows == 2:
+        add_values(weights, values, out, 2, 1, element)
+    else:
+        add_values(weights, values, out, 1, 1, element)
 
 
 @jit
@@ -307,17 +334,13 @@ def _following(query: DecodeQuery, split: _Split, memory: AttentionMemory, kv: L
 def _rows_of_head(
     segments: _Segments, i: int, head: int, shape: HeadShape, after: _Segments, element: Element
 ) -> CacheRows:
-    """The rows of a head in segment number `i`, and those that are prefetched meanwhile."""
+    """The rows of a head in segment number `i`, and what is prefetched meanwhile: as large a part of a segment that is
+    read soon, byte by byte, because memory is fastest in order.
+    """
     token_bytes = shape.num_kv_heads * shape.row_bytes
     at = head_of(_segment(segments, i, token_bytes), head, shape, element)
     ahead = _segment_ahead(segments, i + _PREFETCH_SEGMENTS, after, token_bytes) + head * KEYS * shape.row_bytes
     return CacheRows(at, token_bytes, shape.head_dim // LANES, ahead)
-
-
-@jit
-def _fetched(rows: CacheRows) -> CacheRows:
-    """Rows that are read once more, and for which nothing is left to prefetch."""
-    return CacheRows(rows.address, rows.step, rows.num_vectors, rows.address)
 
 
 @jit

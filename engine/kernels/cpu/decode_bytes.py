@@ -60,11 +60,19 @@ share the reads of queries and of weights.
 
 
 class Segment(NamedTuple):
-    """One head of a segment, while code is written, and as many bytes `ahead` that are prefetched meanwhile."""
+    """One head of a segment, while code is written, and as many bytes `ahead` that are prefetched meanwhile, if any."""
 
     at: Value
     num_vectors: Value
-    ahead: Value
+    ahead: Value | None
+
+    def prefetch(self, emit: Emitter, number: Value, lines: int = 1) -> None:
+        """Prefetch what lies as far ahead as vector `number` and those behind it."""
+        for i in range(lines if self.ahead is not None else 0):
+            emit.prefetch(emit.at(vector_at(emit, self.ahead, number), i * VECTOR_BYTES), to_l2=True)
+
+    def prefetch_scales(self, emit: Emitter) -> None:
+        self.prefetch(emit, emit.builder.mul(self.num_vectors, INT64(GROUP)))
 
 
 def split_queries(query: Address, num_rows: int, shape: HeadShape, memory: AttentionMemory, element: Element) -> Matrix:
@@ -188,7 +196,7 @@ def score_bytes(emit: Emitter, queries: list[Value], segments: list[Segment], ou
     """out[segment][row][0:16] = dot products of each prepared query with the 16 keys of a segment."""
     sums = (_scores_of_limbs if knows_vnni() else _scores_of_shorts)(emit, queries, segments)
     for segment, totals, rows in zip(segments, sums, out, strict=True):
-        emit.prefetch(scales_at(emit, segment.ahead, segment.num_vectors), to_l2=True)
+        segment.prefetch_scales(emit)
         scales = emit.load(scales_at(emit, segment.at, segment.num_vectors), FLOATS)
         for total, row in zip(totals, rows, strict=True):
             emit.store(emit.builder.fmul(total, scales), row)
@@ -227,7 +235,7 @@ def add_bytes(emit: Emitter, weights: list[Value], values: Segment, out: list[Va
     """out[row] += sum over 16 tokens of weights[row][token] * value row. The weights are rounded ones."""
     builder, num_vectors = emit.builder, values.num_vectors
     factors = [emit.splat(emit.load(emit.at(at, _FACTOR_AT), FLOAT)) for at in weights]
-    emit.prefetch(scales_at(emit, values.ahead, num_vectors), to_l2=True)
+    values.prefetch_scales(emit)
     num_pairs = builder.lshr(num_vectors, INT64(1)) if KNOWS_PAIRS else INT64(0)
     done = builder.shl(num_pairs, INT64(1))
     for first, count, size in ((INT64(0), num_pairs, 2), (done, builder.sub(num_vectors, done), 1)):
@@ -246,13 +254,11 @@ def _add_vectors(
 ) -> None:
     """`add_bytes` for the vectors with these indices. out: of each row, a pointer and the factor of its sums."""
     builder, group_bytes = emit.builder, emit.builder.mul(values.num_vectors, INT64(VECTOR_BYTES))
-    num_groups, groups = KEYS // GROUP, []
-    ahead = vector_at(emit, values.ahead, builder.mul(indices[0], INT64(num_groups)))
-    for i in range(num_groups):
+    values.prefetch(emit, builder.mul(indices[0], INT64(KEYS // GROUP)), len(indices) * KEYS // GROUP)
+    groups: list[list[Value]] = []
+    for i in range(KEYS // GROUP):
         at = emit.at(values.at, builder.mul(group_bytes, INT64(i)))
         groups.append([emit.load(vector_at(emit, at, index), INTS) for index in indices])
-        for number in range(i * len(indices), (i + 1) * len(indices)):
-            emit.prefetch(emit.at(ahead, number * VECTOR_BYTES), to_l2=True)
     sums = (_sums_of_limbs if knows_vnni() else _sums_of_shorts)(emit, weights, groups)
     for i, index in enumerate(indices):
         for total, (out_at, factor) in zip(sums[i], out, strict=True):
@@ -261,7 +267,7 @@ def _add_vectors(
 
 
 def _read_keys(emit: Emitter, segment: Segment, index: Value) -> Value:
-    emit.prefetch(vector_at(emit, segment.ahead, index), to_l2=True)
+    segment.prefetch(emit, index)
     return emit.load(vector_at(emit, segment.at, index), INTS)
 
 

@@ -1,10 +1,10 @@
 """Vector loops of decode attention: 16 keys or values of the cache against the query rows that share them.
 
 A row of the cache is read and converted once for up to MAX_QUERY_ROWS query rows. Arguments are as in `vectors.py`.
-`num_rows` is a compile-time constant. KV in int8 has loops of its own, see `decode_bytes.py`.
+`num_rows` and `fetches` are compile-time constants. KV in int8 has loops of its own, see `decode_bytes.py`.
 
-All loops ask for memory that is read soon, a cache line for each that they read. Many lines at once would wait for each
-other, and the code behind them for all.
+Loops whose `fetches` is 1, which is for the first rows, ask for memory that is read soon, a cache line for each that
+they read. Many lines at once would wait for each other, and the code behind them for all.
 """
 
 from typing import NamedTuple
@@ -80,10 +80,10 @@ class KeyRows(NamedTuple):
 class _Cache:
     """`CacheRows` as LLVM values, while code is written."""
 
-    def __init__(self, emit: Emitter, rows: Value, element: NumbaType) -> None:
+    def __init__(self, emit: Emitter, rows: Value, element: NumbaType, *, fetches: bool) -> None:
         address, step, self.num_vectors, ahead = emit.members(rows, 4)
         self._emit, self._element, self._ahead = emit, element, emit.pointer(ahead)
-        self._vector_bytes = LANES * element.bitwidth // 8
+        self._fetches, self._vector_bytes = fetches, LANES * element.bitwidth // 8
         self._rows = [emit.at(emit.pointer(address), emit.builder.mul(step, INT64(key))) for key in range(KEYS)]
 
     def floats(self, key: int, index: Value) -> Value:
@@ -91,12 +91,16 @@ class _Cache:
         column = self._emit.builder.mul(index, INT64(self._vector_bytes))
         return self._emit.floats(self._emit.at(self._rows[key], column), self._element)
 
-    def prefetch(self, num_read: Value, number: int) -> None:
-        """Prefetch, at the vector that is read as number `num_read` + `number` of all, the line as far ahead."""
-        if number * self._vector_bytes % CACHE_LINE_BYTES == 0:
-            count = self._emit.builder.add(num_read, INT64(number))
-            at = self._emit.at(self._ahead, self._emit.builder.mul(count, INT64(self._vector_bytes)))
-            self._emit.prefetch(at, to_l2=True)
+    def prefetch(self, index: Value, keys: range) -> None:
+        """Prefetch lines in order, as many as vector number `index` of some keys has in a loop over all keys."""
+        per_line, builder = CACHE_LINE_BYTES // self._vector_bytes, self._emit.builder
+        size = max(len(keys), per_line)  # one of two keys asks for the lines of both
+        if not self._fetches or keys.start % size:
+            return
+        first = builder.add(builder.mul(self.num_vectors, INT64(keys.start)), builder.mul(index, INT64(size)))
+        at = self._emit.at(self._ahead, builder.mul(first, INT64(self._vector_bytes)))
+        for line in range(size // per_line):
+            self._emit.prefetch(self._emit.at(at, line * CACHE_LINE_BYTES), to_l2=True)
 
 
 def scores_pairs(element: Element) -> bool:
@@ -143,13 +147,19 @@ def _leave_weights(weights: Matrix, num_rows: int, values: CacheRows, element: E
 
 @emitted
 def score_keys(
-    typing: TypingContext, queries: NumbaType, keys: NumbaType, out: NumbaType, num_rows: NumbaType, element: NumbaType
+    typing: TypingContext,
+    queries: NumbaType,
+    keys: NumbaType,
+    out: NumbaType,
+    num_rows: NumbaType,
+    fetches: NumbaType,
+    element: NumbaType,
 ) -> Intrinsic:
     """out[row][0:16] = dot products of each query row with 16 keys.
 
     queries: a Matrix of rows as `prepare_queries` returns it; keys: CacheRows; out: a Matrix.
     """
-    rows = range(num_rows.literal_value)
+    rows, is_first = range(num_rows.literal_value), bool(fetches.literal_value)
     # Keys whose sums fit into the registers.
     num_keys = (_HALF if len(rows) < MAX_QUERY_ROWS else _HALF // 2) if knows_avx512() else 4 // len(rows)
 
@@ -157,18 +167,16 @@ def score_keys(
         emit = Emitter(context, builder)
         query_rows, out_rows = (_row_pointers(emit, args[i], rows) for i in (0, 2))
         if element == types.int8:
-            score_bytes(emit, query_rows, [_segment(emit, args[1])], [out_rows])
+            score_bytes(emit, query_rows, [_segment(emit, args[1], is_first)], [out_rows])
             return context.get_dummy_value()
-        cache = _Cache(emit, args[1], element)
+        cache = _Cache(emit, args[1], element, fetches=is_first)
         sums: list[Value] = []  # of key 0 with each row, then of key 1
         for first in range(0, KEYS, num_keys):
             with emit.loop(cache.num_vectors, [constant(FLOATS, 0.0)] * (num_keys * len(rows))) as loop:
                 column = builder.mul(loop.index, INT64(VECTOR_BYTES))
                 left = [emit.load(emit.at(row, column), FLOATS) for row in query_rows]
-                before = builder.mul(cache.num_vectors, INT64(first))
-                num_read = builder.add(before, builder.mul(loop.index, INT64(num_keys)))
+                cache.prefetch(loop.index, range(first, first + num_keys))
                 for key in range(num_keys):
-                    cache.prefetch(num_read, key)
                     right = cache.floats(first + key, loop.index)
                     for row in rows:
                         total = loop.carried[key * len(rows) + row]
@@ -181,15 +189,21 @@ def score_keys(
             emit.store(builder.shuffle_vector(mixed, mixed, ir.Constant(INTS, _IN_ORDER)), out_rows[row])
         return context.get_dummy_value()
 
-    return types.void(queries, keys, out, num_rows, element), generate
+    return types.void(queries, keys, out, num_rows, fetches, element), generate
 
 
 @emitted
 def score_pairs(
-    typing: TypingContext, queries: NumbaType, keys: NumbaType, out: NumbaType, num_rows: NumbaType, element: NumbaType
+    typing: TypingContext,
+    queries: NumbaType,
+    keys: NumbaType,
+    out: NumbaType,
+    num_rows: NumbaType,
+    fetches: NumbaType,
+    element: NumbaType,
 ) -> Intrinsic:
     """As `score_keys`, for KeyRows. `out` has the scores of the first segment."""
-    rows = range(num_rows.literal_value)
+    rows, is_first = range(num_rows.literal_value), bool(fetches.literal_value)
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
@@ -197,13 +211,13 @@ def score_pairs(
             query_rows, out_rows = (_row_pointers(emit, args[i], rows) for i in (0, 2))
             first, second, apart = emit.members(args[1], 3)
             segments, further = (
-                [_segment(emit, each) for each in (first, second)],
+                [_segment(emit, each, is_first) for each in (first, second)],
                 [emit.at(at, apart) for at in out_rows],
             )
             score_bytes(emit, query_rows, segments, [out_rows, further])
         return context.get_dummy_value()
 
-    return types.void(queries, keys, out, num_rows, element), generate
+    return types.void(queries, keys, out, num_rows, fetches, element), generate
 
 
 def _row_pointers(emit: Emitter, matrix: Value, rows: range) -> list[Value]:
@@ -211,9 +225,9 @@ def _row_pointers(emit: Emitter, matrix: Value, rows: range) -> list[Value]:
     return [emit.at(pointer, emit.builder.mul(step, INT64(row))) for row in rows]
 
 
-def _segment(emit: Emitter, rows: Value) -> Segment:
+def _segment(emit: Emitter, rows: Value, fetches: bool) -> Segment:
     address, _, num_vectors, ahead = emit.members(rows, 4)
-    return Segment(emit.pointer(address), num_vectors, emit.pointer(ahead))
+    return Segment(emit.pointer(address), num_vectors, emit.pointer(ahead) if fetches else None)
 
 
 def _fold(builder: Builder, vectors: list[Value]) -> Value:
@@ -247,28 +261,28 @@ def add_values(
     values: NumbaType,
     out: NumbaType,
     num_rows: NumbaType,
+    fetches: NumbaType,
     element: NumbaType,
 ) -> Intrinsic:
     """out[row] += sum over 16 keys of weights[row][key] * value row.
 
     weights: a Matrix as `prepare_weights` leaves it; values: CacheRows; out: a Matrix.
     """
-    rows = range(num_rows.literal_value)
+    rows, is_first = range(num_rows.literal_value), bool(fetches.literal_value)
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         weight_rows, out_rows = (_row_pointers(emit, args[i], rows) for i in (0, 2))
         if element == types.int8:
-            add_bytes(emit, weight_rows, _segment(emit, args[1]), out_rows)
+            add_bytes(emit, weight_rows, _segment(emit, args[1], is_first), out_rows)
             return context.get_dummy_value()
-        cache = _Cache(emit, args[1], element)
+        cache = _Cache(emit, args[1], element, fetches=is_first)
         with emit.loop(cache.num_vectors, []) as loop:
             column = builder.mul(loop.index, INT64(VECTOR_BYTES))
             targets = [emit.at(row, column) for row in out_rows]
             totals = [[emit.load(target, FLOATS), constant(FLOATS, 0.0)] for target in targets]
-            num_read = builder.mul(loop.index, INT64(KEYS))
+            cache.prefetch(loop.index, range(KEYS))
             for key in range(KEYS):
-                cache.prefetch(num_read, key)
                 value = cache.floats(key, loop.index)
                 for row in rows:
                     weight = emit.splat(emit.load(emit.at(weight_rows[row], 4 * key), FLOAT))
@@ -277,7 +291,7 @@ def add_values(
                 emit.store(builder.fadd(even, odd), target)
         return context.get_dummy_value()
 
-    return types.void(weights, values, out, num_rows, element), generate
+    return types.void(weights, values, out, num_rows, fetches, element), generate
 
 
 select_by_dtype(scores_pairs, {types.int8: _scores_pairs}, _scores_no_pairs)

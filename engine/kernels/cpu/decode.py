@@ -22,13 +22,12 @@ from engine.kernels.cpu.arguments import (
     Range,
 )
 from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.decode_rounding import prepare_queries, prepare_weights
 from engine.kernels.cpu.decode_vectors import (
     MAX_QUERY_ROWS,
     CacheRows,
     KeyRows,
     add_values,
-    prepare_queries,
-    prepare_weights,
     score_keys,
     score_pairs,
     scores_pairs,
@@ -287,7 +286,7 @@ def _add_segments(
             if i < values.num_segments:  # prepared while the segment before is added: no weight waits for another
                 rows = _rows_of_head(values, i, heads.first + head, shape, after, element)
                 weights = Matrix(scores + head * group * row_bytes + i * VECTOR_BYTES, row_bytes)
-                prepare_weights(weights, group, rows, element)
+                prepare_weights(weights, group, rows.address, rows.num_vectors, element)
         for head in range(num_heads if i else 0):
             rows = _rows_of_head(values, i - 1, heads.first + head, shape, after, element)
             for g in range(0, group, MAX_QUERY_ROWS):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, AttentionMemory, Element, HeadShape, Matrix
+from engine.kernels.cpu.arguments import Address, Element
 from engine.kernels.cpu.compiler import (
     FLOAT,
     FLOATS,
@@ -30,23 +30,13 @@ from engine.kernels.cpu.compiler import (
     constant,
     emitted,
 )
-from engine.kernels.cpu.decode_bytes import (
-    KNOWS_PAIRS,
-    Segment,
-    add_bytes,
-    round_weights,
-    score_bytes,
-    short_queries,
-    split_queries,
-)
+from engine.kernels.cpu.decode_bytes import KNOWS_PAIRS, Segment, add_bytes, score_bytes
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
-    FLOAT_BYTES,
     KEYS,
     LANES,
     VECTOR_BYTES,
     knows_avx512,
-    knows_vnni,
 )
 from engine.kernels.cpu.parts import select_by_dtype
 
@@ -114,35 +104,6 @@ def _scores_pairs(element: Element) -> bool:
 
 def _scores_no_pairs(element: Element) -> bool:
     return False
-
-
-def prepare_queries(
-    query: Address, num_rows: int, shape: HeadShape, memory: AttentionMemory, element: Element
-) -> Matrix:
-    """Bring fp32 rows [num_rows, head_dim] into the form that `score_keys` reads.
-
-    Factors of the rows' scores that are not 1 are written to memory.factors. The result may be in memory.limbs.
-    """
-    raise NotImplementedError
-
-
-def _plain_queries(
-    query: Address, num_rows: int, shape: HeadShape, memory: AttentionMemory, element: Element
-) -> Matrix:
-    return Matrix(query, shape.head_dim * FLOAT_BYTES)
-
-
-def prepare_weights(weights: Matrix, num_rows: int, values: CacheRows, element: Element) -> None:
-    """Bring the softmax weights [num_rows, 16] of the values into the form that `add_values` reads, where they are."""
-    raise NotImplementedError
-
-
-def _round_weights(weights: Matrix, num_rows: int, values: CacheRows, element: Element) -> None:
-    round_weights(weights, num_rows, values.address, values.num_vectors)
-
-
-def _leave_weights(weights: Matrix, num_rows: int, values: CacheRows, element: Element) -> None:
-    pass
 
 
 @emitted
@@ -295,5 +256,3 @@ def add_values(
 
 
 select_by_dtype(scores_pairs, {types.int8: _scores_pairs}, _scores_no_pairs)
-select_by_dtype(prepare_queries, {types.int8: split_queries if knows_vnni() else short_queries}, _plain_queries)
-select_by_dtype(prepare_weights, {types.int8: _round_weights}, _leave_weights)

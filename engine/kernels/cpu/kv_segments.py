@@ -53,7 +53,6 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.parts import select_by_dtype
 
-SIGN_BITS = 0x80
 _NOTHING = np.float32(-0.0)
 """Leaves every number that it is added to as it is: 0 would make 0 of -0."""
 _TOO_LARGE_BITS = 0x477FF000

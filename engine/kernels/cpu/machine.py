@@ -76,6 +76,10 @@ SHORTS_ORDER = (0, 2, 1, 3)
 """How four quantised activations lie as signed numbers of two bytes, which they are on CPUs without VNNI: bytes 0 and 2
 of a lane of weights are widened together, then 1 and 3.
 """
+SIGN_BITS = 0x80
+"""What a signed byte and the unsigned byte of 128 more differ in."""
+FACTOR_AT = 2 * KEYS
+"""Where the factor of 16 weights that were rounded to two bytes lies: behind them."""
 MAX_SHORTS = 512
 """Numbers of 16 bits whose products with bytes add up in 32 bits."""
 LIMBS_TAIL_BYTES = 64

@@ -172,7 +172,7 @@ class AttentionScratch(NamedTuple):
     factors: Floats
     peaks: Floats  # of a prompt: each query's highest score so far, for the heads that share keys
     totals: Floats  # like peaks: sums of powers so far
-    limbs: Bytes  # queries as KV is multiplied with them: see decode_vectors.prepare_queries, shared_rows.attend_shared
+    limbs: Bytes  # queries as KV is multiplied with them: decode_rounding.prepare_queries, shared_rows.attend_shared
 
 
 class Splits(NamedTuple):

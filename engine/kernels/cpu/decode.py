@@ -22,15 +22,23 @@ from engine.kernels.cpu.arguments import (
     Range,
 )
 from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.decode_vectors import CacheRows, add_values, prepare_queries, score_keys
+from engine.kernels.cpu.decode_rounding import prepare_queries, prepare_weights
+from engine.kernels.cpu.decode_vectors import (
+    MAX_QUERY_ROWS,
+    CacheRows,
+    KeyRows,
+    add_values,
+    score_keys,
+    score_pairs,
+    scores_pairs,
+)
 from engine.kernels.cpu.kv_segments import head_of
-from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, MAX_QUERY_ROWS, SLOT_BYTES, SPLIT, VECTOR_BYTES
+from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, SLOT_BYTES, SPLIT, VECTOR_BYTES
 from engine.kernels.cpu.scores import adjust_scores, highest_score, powers, sink_weight
 from engine.kernels.cpu.shared_rows import attend_shared, sums_of
 from engine.kernels.cpu.vectors import (
     fill_row,
     mix_rows,
-    prefetch,
     read_float,
     read_int64,
     scale_row,
@@ -38,7 +46,7 @@ from engine.kernels.cpu.vectors import (
 )
 
 _HIDDEN, _ONE, _NONE = np.float32(HIDDEN), np.float32(1.0), np.float32(0.0)
-_PREFETCH_SEGMENTS = 2
+_PREFETCH_SEGMENTS = 4
 """Segments that are prefetched ahead of use."""
 
 
@@ -203,20 +211,61 @@ def _score_segments(
 ) -> None:
     """Write scores [query heads, keys] of all segments to memory.scores, without the queries' factors."""
     num_heads, group = heads.end - heads.first, shape.num_heads // shape.num_kv_heads
-    row_bytes, scores = keys.num_segments * VECTOR_BYTES, memory.scores
-    for i in range(keys.num_segments):
+    row_bytes = keys.num_segments * VECTOR_BYTES
+    # Arithmetic limits many query rows. With few, memory does, and it gives less to two segments at once.
+    at_once = 2 if group > MAX_QUERY_ROWS and scores_pairs(element) else 1
+    for i in range(0, keys.num_segments, at_once):
+        last = min(i + at_once, keys.num_segments) - 1
         for head in range(num_heads):
-            rows = _rows_of_head(keys, i, Part(head, num_heads), heads, shape, after, element)
+            rows = _rows_of_head(keys, i, heads.first + head, shape, after, element)
+            more = _rows_of_head(keys, last, heads.first + head, shape, after, element)
             for g in range(0, group, MAX_QUERY_ROWS):
                 row = head * group + g
                 left = Matrix(queries.address + row * queries.step, queries.step)
-                out = Matrix(scores + row * row_bytes + i * KEYS * FLOAT_BYTES, row_bytes)
-                if group - g >= 3:
-                    score_keys(left, rows, out, 3, element)
-                elif group - g == 2:
-                    score_keys(left, rows, out, 2, element)
+                out = Matrix(memory.scores + row * row_bytes + i * VECTOR_BYTES, row_bytes)
+                if at_once == 1:
+                    _score(left, rows, out, g, group, element)
                 else:
-                    score_keys(left, rows, out, 1, element)
+                    _score_pair(left, KeyRows(rows, more, (last - i) * VECTOR_BYTES), out, g, group, element)
+
+
+@jit
+def _score(queries: Matrix, keys: CacheRows, out: Matrix, g: int, group: int, element: Element) -> None:
+    """`score_keys` for up to MAX_QUERY_ROWS queries of a group, from number `g` on."""
+    num_rows = group - g
+    if g > 0:
+        if num_rows >= MAX_QUERY_ROWS:
+            score_keys(queries, keys, out, MAX_QUERY_ROWS, 0, element)
+        elif num_rows == 3:
+            score_keys(queries, keys, out, 3, 0, element)
+        elif num_rows == 2:
+            score_keys(queries, keys, out, 2, 0, element)
+        else:
+            score_keys(queries, keys, out, 1, 0, element)
+    elif num_rows >= MAX_QUERY_ROWS:
+        score_keys(queries, keys, out, MAX_QUERY_ROWS, 1, element)
+    elif num_rows == 3:
+        score_keys(queries, keys, out, 3, 1, element)
+    elif num_rows == 2:
+        score_keys(queries, keys, out, 2, 1, element)
+    else:
+        score_keys(queries, keys, out, 1, 1, element)
+
+
+@jit
+def _score_pair(queries: Matrix, keys: KeyRows, out: Matrix, g: int, group: int, element: Element) -> None:
+    """`score_pairs`, likewise. There are more than MAX_QUERY_ROWS queries."""
+    num_rows = group - g
+    if g == 0:
+        score_pairs(queries, keys, out, MAX_QUERY_ROWS, 1, element)
+    elif num_rows >= MAX_QUERY_ROWS:
+        score_pairs(queries, keys, out, MAX_QUERY_ROWS, 0, element)
+    elif num_rows == 3:
+        score_pairs(queries, keys, out, 3, 0, element)
+    elif num_rows == 2:
+        score_pairs(queries, keys, out, 2, 0, element)
+    else:
+        score_pairs(queries, keys, out, 1, 0, element)
 
 
 @jit
@@ -232,19 +281,42 @@ def _add_segments(
     """Add the values of all segments to `out`, weighted by the softmax weights in memory.scores."""
     num_heads, group = heads.end - heads.first, shape.num_heads // shape.num_kv_heads
     row_bytes, scores, head_bytes = values.num_segments * VECTOR_BYTES, memory.scores, shape.head_dim * FLOAT_BYTES
-    for i in range(values.num_segments):
+    for i in range(values.num_segments + 1):
         for head in range(num_heads):
-            rows = _rows_of_head(values, i, Part(head, num_heads), heads, shape, after, element)
+            if i < values.num_segments:  # prepared while the segment before is added: no weight waits for another
+                rows = _rows_of_head(values, i, heads.first + head, shape, after, element)
+                weights = Matrix(scores + head * group * row_bytes + i * VECTOR_BYTES, row_bytes)
+                prepare_weights(weights, group, rows.address, rows.num_vectors, element)
+        for head in range(num_heads if i else 0):
+            rows = _rows_of_head(values, i - 1, heads.first + head, shape, after, element)
             for g in range(0, group, MAX_QUERY_ROWS):
                 row = head * group + g
-                weights = Matrix(scores + row * row_bytes + i * KEYS * FLOAT_BYTES, row_bytes)
+                weights = Matrix(scores + row * row_bytes + (i - 1) * VECTOR_BYTES, row_bytes)
                 target = Matrix(out + row * head_bytes, head_bytes)
-                if group - g >= 3:
-                    add_values(weights, rows, target, 3, element)
-                elif group - g == 2:
-                    add_values(weights, rows, target, 2, element)
-                else:
-                    add_values(weights, rows, target, 1, element)
+                _add(weights, rows, target, g, group, element)
+
+
+@jit
+def _add(weights: Matrix, values: CacheRows, out: Matrix, g: int, group: int, element: Element) -> None:
+    """`add_values` for up to MAX_QUERY_ROWS queries of a group, from number `g` on."""
+    num_rows = group - g
+    if g > 0:
+        if num_rows >= MAX_QUERY_ROWS:
+            add_values(weights, values, out, MAX_QUERY_ROWS, 0, element)
+        elif num_rows == 3:
+            add_values(weights, values, out, 3, 0, element)
+        elif num_rows == 2:
+            add_values(weights, values, out, 2, 0, element)
+        else:
+            add_values(weights, values, out, 1, 0, element)
+    elif num_rows >= MAX_QUERY_ROWS:
+        add_values(weights, values, out, MAX_QUERY_ROWS, 1, element)
+    elif num_rows == 3:
+        add_values(weights, values, out, 3, 1, element)
+    elif num_rows == 2:
+        add_values(weights, values, out, 2, 1, element)
+    else:
+        add_values(weights, values, out, 1, 1, element)
 
 
 @jit
@@ -259,16 +331,15 @@ def _following(query: DecodeQuery, split: _Split, memory: AttentionMemory, kv: L
 
 @jit
 def _rows_of_head(
-    segments: _Segments, i: int, part: Part, heads: Range, shape: HeadShape, after: _Segments, element: Element
+    segments: _Segments, i: int, head: int, shape: HeadShape, after: _Segments, element: Element
 ) -> CacheRows:
-    """The rows of segment number `i` of one of `heads`, which is `part` of them. Prefetches as large a part of a
-    segment that is read soon.
+    """The rows of a head in segment number `i`, and what is prefetched meanwhile: as large a part of a segment that is
+    read soon, byte by byte, because memory is fastest in order.
     """
     token_bytes = shape.num_kv_heads * shape.row_bytes
-    ahead = _segment_ahead(segments, i + _PREFETCH_SEGMENTS, after, token_bytes)
-    _prefetch_part(ahead, KEYS * token_bytes, part)
-    at = head_of(_segment(segments, i, token_bytes), heads.first + part.number, shape, element)
-    return CacheRows(at, token_bytes, shape.head_dim // LANES)
+    at = head_of(_segment(segments, i, token_bytes), head, shape, element)
+    ahead = _segment_ahead(segments, i + _PREFETCH_SEGMENTS, after, token_bytes) + head * KEYS * shape.row_bytes
+    return CacheRows(at, token_bytes, shape.head_dim // LANES, ahead)
 
 
 @jit
@@ -282,9 +353,3 @@ def _segment_ahead(segments: _Segments, i: int, after: _Segments, step: int) -> 
     if i < segments.num_segments:
         return _segment(segments, i, step)
     return _segment(after, min(i - segments.num_segments, after.num_segments - 1), step)
-
-
-@jit
-def _prefetch_part(at: Address, num_bytes: int, part: Part) -> None:
-    """Prefetch one part of these bytes. Few at a time, because current reads wait in the same queue."""
-    prefetch(at + num_bytes * part.number // part.num_parts, num_bytes // part.num_parts)

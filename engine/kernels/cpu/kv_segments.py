@@ -53,13 +53,12 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.parts import select_by_dtype
 
-SIGN_BITS = 0x80
 _NOTHING = np.float32(-0.0)
 """Leaves every number that it is added to as it is: 0 would make 0 of -0."""
 _TOO_LARGE_BITS = 0x477FF000
 """The least number that becomes infinity in fp16, 65,520, in fp32."""
 _QUADS = ir.VectorType(INT32, LANES // GROUP)
-_ALL_BYTES = ir.VectorType(INT8, LANES * GROUP)
+ALL_BYTES = ir.VectorType(INT8, LANES * GROUP)
 _INTP = types.intp
 
 
@@ -124,8 +123,8 @@ def write_value(
             levels = emit.rounded(builder.fmul(read, factor))
             at = vector_at(emit, group_at, loop.index)
             if knows_avx512():
-                spread = builder.bitcast(builder.shl(levels, bits), _ALL_BYTES)
-                at = builder.bitcast(at, _ALL_BYTES.as_pointer())
+                spread = builder.bitcast(builder.shl(levels, bits), ALL_BYTES)
+                at = builder.bitcast(at, ALL_BYTES.as_pointer())
                 emit.call("llvm.masked.store.v64i8.p0", VOID, spread, at, INT32(1), mask)
             else:
                 _scatter(emit, levels, emit.at(at, lane))

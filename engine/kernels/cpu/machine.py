@@ -52,8 +52,6 @@ AMX_TILE_ROWS = 16
 """Rows of an AMX tile."""
 AMX_TILE_ROW_BYTES = 64
 """Bytes of such a row."""
-MAX_QUERY_ROWS = 3
-"""Maximum query rows that share one read of the cache in decode attention."""
 SUM_HEADS = 8
 """Heads that share one read of a row that is the value of all of them."""
 _BLOCK_NUMBERS = 2**15
@@ -78,6 +76,10 @@ SHORTS_ORDER = (0, 2, 1, 3)
 """How four quantised activations lie as signed numbers of two bytes, which they are on CPUs without VNNI: bytes 0 and 2
 of a lane of weights are widened together, then 1 and 3.
 """
+SIGN_BITS = 0x80
+"""What a signed byte and the unsigned byte of 128 more differ in."""
+FACTOR_AT = 2 * KEYS
+"""Where the factor of 16 weights that were rounded to two bytes lies: behind them."""
 MAX_SHORTS = 512
 """Numbers of 16 bits whose products with bytes add up in 32 bits."""
 LIMBS_TAIL_BYTES = 64

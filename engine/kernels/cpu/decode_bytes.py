@@ -92,17 +92,16 @@ def add_bytes(emit: Emitter, weights: list[Value], values: Segment, out: list[Va
     builder, num_vectors = emit.builder, values.num_vectors
     factors = [emit.splat(emit.load(emit.at(at, FACTOR_AT), FLOAT)) for at in weights]
     values.prefetch(emit, builder.mul(num_vectors, INT64(GROUP)))
-    num_pairs = builder.lshr(num_vectors, INT64(1)) if KNOWS_PAIRS else INT64(0)
-    done = builder.shl(num_pairs, INT64(1))
-    for first, count, size in ((INT64(0), num_pairs, 2), (done, builder.sub(num_vectors, done), 1)):
-        if count is num_pairs and not KNOWS_PAIRS:
-            continue
+    parts = [(INT64(0), num_vectors, 1)]
+    if KNOWS_PAIRS:
+        num_pairs = builder.lshr(num_vectors, INT64(1))
+        done = builder.shl(num_pairs, INT64(1))
+        parts = [(INT64(0), num_pairs, 2), (done, builder.sub(num_vectors, done), 1)]
+    for first, count, size in parts:
         with builder.if_then(builder.icmp_signed(">", count, INT64(0))), emit.loop(count, []) as loop:
             index = builder.add(first, builder.mul(loop.index, INT64(size)))
             indices = [builder.add(index, INT64(i)) for i in range(size)]
-            _add_vectors(
-                emit, weights, values, indices, [(at, factor) for at, factor in zip(out, factors, strict=True)]
-            )
+            _add_vectors(emit, weights, values, indices, list(zip(out, factors, strict=True)))
 
 
 def _add_vectors(

@@ -27,6 +27,7 @@ from bench.peers.wire import Sampling, add_sampling_flag, sampling_of
 from bench.processes import cpu_s
 from engine.loading.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
+from mesh.domain.errors import ConfigurationError
 from mesh.settings import as_flags
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import RunFailed
@@ -177,9 +178,13 @@ async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
 
 
 def _kv_bytes(settings: RunnerSettings, num_tokens: int) -> int:
-    settings, config = resolve(settings)
+    try:
+        settings, config = resolve(settings)
+    except ConfigurationError as error:
+        raise RunFailed(str(error)) from error
     layout = kv_layout(config, settings)
-    return -(-num_tokens // layout.block_size) * layout.block_bytes
+    num_blocks = -(-num_tokens // layout.block_size) * layout.groups.count + layout.num_unused
+    return num_blocks * layout.block_bytes
 
 
 def _through(client: tandem.AsyncClient, sampling: Sampling | None) -> Stream:

@@ -35,11 +35,10 @@ from engine.kernels.cpu.machine import (
     LANES,
     LIMIT_NAME,
     VECTOR_BYTES,
+    abilities,
     is_allowed,
-    knows_amx,
     knows_avx512,
     knows_bf16,
-    knows_vnni,
 )
 from engine.kernels.cpu.parts import OPTIONS, PART_OPTIONS, PartDispatcher
 
@@ -66,7 +65,7 @@ def code_version() -> str:
     cpu = (
         _config.CPU_NAME or _binding.get_host_cpu_name(),
         _config.CPU_FEATURES or _binding.get_host_cpu_features().flatten(),
-        (knows_avx512(), knows_vnni(), knows_bf16(), knows_amx()),
+        abilities(),
     )
     versions = (numba.__version__, llvmlite.__version__, platform.python_version())
     digest = blake2b(repr((versions, cpu)).encode(), digest_size=8)

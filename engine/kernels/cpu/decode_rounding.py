@@ -1,4 +1,4 @@
-"""Queries and softmax weights as decode attention multiplies KV with them: those of int8 are rounded to 16 bits.
+"""Queries and softmax weights as decode attention multiplies KV with them: for KV in int8 they are rounded to 16 bits.
 
 VNNI multiplies such a number as two bytes ("limbs"), other CPUs as it is: then the sums of MAX_SHORTS numbers fit into
 int32. The error is 1/32512 of a query's largest number, and 1/65535 (1/32767 without VNNI) of a segment's largest
@@ -170,6 +170,7 @@ def _round_row(emit: Emitter, at: Value, scales: Value) -> None:
     bits = builder.and_(builder.bitcast(scaled, INTS), constant(INTS, 0x7FFFFFFF))  # as in `largest_of`
     bits = emit.call("llvm.smax.v16i32", INTS, bits, constant(INTS, TINY_BITS))
     largest, zeros = _largest_of_four(emit, bits), ir.Constant(INTS, [0] * LANES)
+    # Without flags LLVM might estimate the quotient.
     factors = builder.fdiv(ir.Constant(largest.type, [most] * GROUP), largest, flags=("nsz",))
     levels = emit.rounded(builder.fmul(scaled, builder.shuffle_vector(factors, factors, zeros)))
     if knows_vnni():
@@ -183,22 +184,15 @@ def _round_row(emit: Emitter, at: Value, scales: Value) -> None:
 
 
 def _largest_of_four(emit: Emitter, bits: Value) -> Value:
-    """Four times the largest of 16 positive fp32 numbers. LLVM's own reduction ends in another kind of register, and
-    the way there and back takes as long as the rest.
+    """The largest of 16 positive fp32 numbers, in four lanes. LLVM's own reduction ends in another kind of register,
+    and the way there and back takes as long as the rest.
     """
-    builder, size = emit.builder, LANES
-    while size > 1:
-        half = max(GROUP, size // 2)
-        other = [(lane + size // 2) % size if size <= GROUP else lane + half for lane in range(half)]
-        low, high = (
-            ([*range(half)], other)
-            if size > GROUP
-            else ([*range(GROUP)], [(lane ^ size // 2) for lane in range(GROUP)])
-        )
-        kind = ir.VectorType(INT32, half)
-        parts = [builder.shuffle_vector(bits, bits, ir.Constant(kind, lanes)) for lanes in (low, high)]
-        bits = emit.call(f"llvm.smax.v{half}i32", kind, *parts)
-        size //= 2
+    builder = emit.builder
+    for distance in (8, 4, 2, 1):
+        kind = ir.VectorType(INT32, max(GROUP, distance))
+        pairs = ([lane ^ there for lane in range(kind.count)] for there in (0, distance))
+        parts = [builder.shuffle_vector(bits, bits, ir.Constant(kind, lanes)) for lanes in pairs]
+        bits = emit.call(f"llvm.smax.v{kind.count}i32", kind, *parts)
     return builder.bitcast(bits, ir.VectorType(FLOAT, GROUP))
 
 

@@ -77,7 +77,7 @@ SHORTS_ORDER = (0, 2, 1, 3)
 of a lane of weights are widened together, then 1 and 3.
 """
 SIGN_BITS = 0x80
-"""What a signed byte and the unsigned byte of 128 more differ in."""
+"""Makes of a signed byte the unsigned one that is 128 more, by exclusive or."""
 FACTOR_AT = 2 * KEYS
 """Where the factor of 16 weights that were rounded to two bytes lies: behind them."""
 MAX_SHORTS = 512
@@ -181,15 +181,20 @@ def knows_amx() -> bool:
 
 
 def outruns_memory() -> bool:
-    """True if a core multiplies weights with eight rows well before it gets the next ones: on Zen 5, which multiplies
-    two whole vectors in a cycle. It is the CPU with AVX-VNNI beside AVX-512, and without AMX.
+    """True if a core multiplies weights with eight rows well before it gets the next ones, as Zen 5 does. It is known
+    by two sets of instructions that no other CPU has together.
     """
-    return knows_avx512() and "avx_vnni" in cpu_flags() and not knows_amx()
+    return knows_avx512() and {"avx_vnni", "avx512_vp2intersect"} <= cpu_flags()
 
 
 def knows_bf16() -> bool:
     """True if the CPU has instructions for bf16: they round fp32, and multiply and add up pairs."""
     return "avx512_bf16" in cpu_flags()
+
+
+def abilities() -> tuple[bool, ...]:
+    """All of the CPU that decides what code is written."""
+    return knows_avx512(), knows_vnni(), knows_bf16(), knows_amx(), outruns_memory()
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple
 
 from numba import types
@@ -25,8 +26,12 @@ from engine.kernels.cpu.tiles import write_tile
 
 _PANELS = UNIT // PANEL
 _MOST_ROWS = 12
-_FASTEST = {types.int8: range(1, 11), types.int16: range(1, 13), types.float32: range(3, 13)}
-"""On a CPU that outruns memory, numbers of rows for which the only tile of a unit is fastest with the last of them."""
+_FASTEST = {types.int8: (1, 10), types.int16: (1, 12), types.float32: (3, 12)}
+"""On a CPU that outruns memory: the only tile of a unit has the second number of rows, from the first number on."""
+_MOST_IN_TURN = {types.int8: 2 * _MOST_ROWS, types.int16: 3 * _MOST_ROWS}
+"""The most rows of a unit whose first two tiles ask for a panel of the next one each: with both to ask for, the first
+tile waits for memory, which the second one leaves idle. int4 gained nothing, and fp32 took longer.
+"""
 
 
 def _has_instruction(element: NumbaType) -> bool:
@@ -43,7 +48,7 @@ def _sizes(element: NumbaType) -> tuple[int, ...]:
     (docs/performance-notes.md#products-and-memory).
     """
     if not knows_avx512():
-        return tuple(range(1, 13))
+        return tuple(range(1, _MOST_ROWS + 1))
     if element == types.uint8 and knows_vnni():  # with its zeros and scales, a tile of eight rows takes too long
         return (4, 8, 10, 12)
     return (8, 10, 12) if _has_instruction(element) else (1, 2, 4, 8, 10, 12)
@@ -62,8 +67,9 @@ def multiply_rows(
     """Multiply the next tile of a unit: the first of the rows in `rows`, a Range, at which the TileProduct begins.
     Returns the number of rows, which may be more than there are.
 
-    Meanwhile the weights `ahead` bytes further are prefetched, unless that is 0. `group`: inputs that share a scale in
-    int4 and fp8; `numbers`: what the numbers of int4 are, see nibbles.py. `element`: any element of the weights.
+    Meanwhile the first tile, or the first two, prefetch the weights `ahead` bytes further, unless that is 0. `group`:
+    inputs that share a scale in int4 and fp8; `numbers`: what the numbers of int4 are, see nibbles.py. `element`: any
+    element of the weights.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
@@ -71,7 +77,7 @@ def multiply_rows(
         (_, a_step), (_, panel_bytes) = (emit.matrix(matrix) for matrix in emit.members(product, 2))
         first, end = emit.members(rows, 2)
         place = _Place(first, end, distance, panel_bytes)
-        ahead = _ahead(builder, place, fetch_in_turn=_fetch_in_turn(element))
+        ahead = _ahead(builder, place, _MOST_IN_TURN.get(element, 0) if knows_avx512() else 0)
 
         def write(size: int) -> None:
             if element == types.uint8:
@@ -106,7 +112,7 @@ class _Place(NamedTuple):
         return builder.icmp_signed("==", self.first, INT64(0))
 
     def fetches_units(self, builder: Builder) -> Value:
-        """Whether it is the next unit that is prefetched. Units that are too large are read at once instead."""
+        """Whether it is the next unit that is prefetched. Larger ones are prefetched a little ahead."""
         return builder.icmp_signed("==", self.ahead, builder.mul(self.panel_bytes, INT64(_PANELS)))
 
 
@@ -115,31 +121,26 @@ def _num_rows(builder: Builder, place: _Place, element: NumbaType) -> Value:
     left = builder.sub(place.end, place.first)
     if not outruns_memory() or not (element == types.float32 or _has_instruction(element)):
         return left
-    fewest, most = (INT64(number) for number in (_FASTEST[element][0], _FASTEST[element][-1]))
-    conditions = [place.fetches_units(builder), builder.icmp_signed(">=", left, fewest)]
-    is_slower = builder.icmp_signed("<", left, most)
-    for condition in (place.is_first(builder), *conditions):
-        is_slower = builder.and_(is_slower, condition)
-    return builder.select(is_slower, most, left)
+    fewest, most = map(INT64, _FASTEST[element])
+    is_between = builder.and_(builder.icmp_signed(">=", left, fewest), builder.icmp_signed("<", left, most))
+    conditions = (place.is_first(builder), place.fetches_units(builder), is_between)
+    return builder.select(reduce(builder.and_, conditions), most, left)
 
 
-def _fetch_in_turn(element: NumbaType) -> bool:
-    """True if the first two tiles of a unit ask for a panel of the next one each: with both to ask for, the first tile
-    waits for memory, which the second one leaves idle. int4 gained nothing, and fp32 took longer.
+def _ahead(builder: Builder, place: _Place, most_in_turn: int) -> tuple[Value, Value]:
+    """For each panel of the unit how many bytes further weights are prefetched during the tile; 0: none are. In turn,
+    both panels ask for the same line, so that one code serves both ways of fetching.
     """
-    return knows_avx512() and element in (types.int8, types.int16)
-
-
-def _ahead(builder: Builder, place: _Place, *, fetch_in_turn: bool) -> tuple[Value, Value]:
-    """For each panel of the unit how many bytes further weights are prefetched during the tile; 0: none are."""
     none, ahead, panel = INT64(0), place.ahead, place.panel_bytes
     is_first = place.is_first(builder)
     both = builder.select(is_first, ahead, none)
-    if not fetch_in_turn:
+    if not most_in_turn:
         return both, both
-    most = INT64(_MOST_ROWS)
-    in_turn = builder.and_(place.fetches_units(builder), builder.icmp_signed(">", place.end, most))
-    is_second = builder.and_(builder.not_(is_first), builder.icmp_signed("<=", place.first, most))
+    has_two = builder.icmp_signed(">", place.end, INT64(_MOST_ROWS))
+    has_few = builder.icmp_signed("<=", place.end, INT64(most_in_turn))
+    in_turn = reduce(builder.and_, (place.fetches_units(builder), has_two, has_few))
+    # The first two tiles have more rows than one can have.
+    is_second = builder.and_(builder.not_(is_first), builder.icmp_signed("<=", place.first, INT64(_MOST_ROWS)))
     distances = []
     for of_first, of_second in ((ahead, builder.add(ahead, panel)), (builder.sub(ahead, panel), ahead)):
         of_others = builder.select(is_second, of_second, none)

@@ -151,8 +151,7 @@ def write_tile(
 
 
 class _TilePart(NamedTuple):
-    """Some rows of a tile. `a`: a pointer at row 0, and the step; `ahead` and `to_l2`: where and how to prefetch, if
-    at all."""
+    """Some rows of a tile. `a`: a pointer at row 0, and the step; `ahead` and `to_l2`: where to prefetch, and how."""
 
     arithmetic: _Arithmetic
     a: tuple[Value, Value]
@@ -194,7 +193,7 @@ def _add_passes(
         now_at = [emit.at(at, b_row) for at in panels_at]
         a_column = emit.at(a_at, builder.mul(loop.index, INT64(arithmetic.numbers * FLOAT_BYTES)))
         loop.next[:] = loop.carried
-        for at, distance in zip(now_at, ahead, strict=False):
+        for at, distance in zip(now_at if ahead else [], ahead, strict=True):
             emit.prefetch(emit.at(at, distance), to_l2=to_l2)
         for number in range(arithmetic.numbers):
             columns = [_weights(emit, at, arithmetic, number) for at in now_at]

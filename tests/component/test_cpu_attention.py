@@ -46,7 +46,7 @@ WORK = [
     *((n - 1, n) for n in (1, 15, 16, 17, 100, 256, 257, 333, 778)),
     *((0, 2), (0, 75), (16, 31), (33, 150), (130, 163), (250, 298), (500, 530), (960, 1100)),
 ]
-SHAPES = [AttentionShape(*heads) for heads in ((14, 2, 64), (9, 3, 64), (8, 8, 80), (6, 1, 96))]
+SHAPES = [AttentionShape(*heads) for heads in ((14, 2, 64), (9, 3, 64), (8, 8, 80), (6, 1, 96), (9, 1, 64), (8, 2, 32))]
 BENT_SHAPES = [
     AttentionShape(14, 2, 64, softcap=2.0),
     AttentionShape(9, 3, 64, given_scale=0.1, softcap=30.0),

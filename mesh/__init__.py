@@ -13,3 +13,8 @@ metrics.py, tracing.py   Prometheus metrics and OpenTelemetry traces
 tasks.py                 asyncio: delays between attempts, cancellation, tasks that fail as one
 whole_file.py            files that are replaced as a whole
 """
+
+import os
+
+# gRPC's core reads this when it is imported. What it says below errors would stand between a log's lines of JSON.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

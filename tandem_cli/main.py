@@ -98,8 +98,6 @@ class _Version(argparse.Action):
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse `argv`, or the command line of this process. `run` of the result is that of the chosen subcommand."""
     argv = sys.argv[1:] if argv is None else argv
-    # gRPC reads this when it is imported. Its own lines about a failed connection say less than the commands'.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # A shell that completes a command line passes it in a variable.
     words = os.environ["COMP_LINE"].split()[1:] if "COMP_LINE" in os.environ else argv
     chosen = next((word for word in words if not word.startswith("-")), None)

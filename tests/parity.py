@@ -43,7 +43,6 @@ from typing import Any
 from mesh.interrupts import run_async, run_program
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import torch
 import transformers

@@ -1,6 +1,7 @@
 """What every service does around its work."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -43,6 +44,28 @@ def test_an_unforeseen_error_is_a_log_line_and_status_1() -> None:
     assert done.returncode == 1
     last = json.loads(done.stderr.splitlines()[-1])
     assert (last["level"], last["exception"][0]["exc_type"]) == ("critical", "LookupError")
+
+
+LEVEL_WHEN_GRPC_IS_IMPORTED = """
+import importlib, os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            print(os.environ.get("GRPC_VERBOSITY"))
+
+sys.meta_path.insert(0, Finder())
+importlib.import_module(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("program", ["router.__main__", "gateway.__main__", "decode_worker.__main__"])
+def test_grpc_leaves_what_is_no_error_out_of_the_log(program: str) -> None:
+    """Its core reads the level when it is imported, and writes lines that are no JSON."""
+    environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    command = [sys.executable, "-c", LEVEL_WHEN_GRPC_IS_IMPORTED, program]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.split(), done.returncode) == (["ERROR"], 0)
 
 
 BROKEN = """

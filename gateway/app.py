@@ -23,7 +23,7 @@ from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocati
 from gateway.lmi.sagemaker import SAGEMAKER
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions, embeddings, get_model, list_models
-from gateway.openai.responses.endpoint import create_response
+from gateway.openai.responses.endpoint import count_input_tokens, create_response
 from gateway.openai.tokens import detokenize, tokenizer_info
 from gateway.tgi import endpoints as tgi
 from tandem import TandemError
@@ -61,6 +61,7 @@ def _openai_routes() -> list[BaseRoute]:
             Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
             Route(f"{prefix}/completions", Endpoint(OPENAI, completions, generates=True), methods=["POST"]),
             Route(f"{prefix}/responses", Endpoint(OPENAI, create_response, generates=True), methods=["POST"]),
+            Route(f"{prefix}/responses/input_tokens", Endpoint(OPENAI, count_input_tokens), methods=["POST"]),
             *_batch_routes(prefix),
             Route(f"{prefix}/embeddings", Endpoint(OPENAI, embeddings), methods=["POST"]),
             Route(f"{prefix}/models", _OfEither(list_models), methods=["GET"]),

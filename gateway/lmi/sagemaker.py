@@ -20,6 +20,8 @@ _MODEL_ERROR = 424
 _VARIANT = {"x-amzn-invoked-production-variant": "tandem"}
 # Types that clients read line by line: without a newline after the last line they would wait for ever.
 _TEXTS = ("application/json", "application/jsonlines", "text/plain")
+# What ends a line, or an event, of streams of the type. Clients such as litellm take a part for one of them.
+_ENDS = {"application/jsonlines": b"\n", "text/event-stream": b"\n\n"}
 # Errors that SageMaker itself returns, before it calls a container.
 _OWN_ERRORS = {401: "UnrecognizedClientException", 403: "AccessDeniedException", 404: "ValidationError"}
 
@@ -58,13 +60,14 @@ async def forward_as_event_stream(response: Response, exchange: Exchange) -> Res
     if response.status_code >= 400:
         return response
     content_type = response.headers.get("content-type", "")
+    media_type = content_type.partition(";")[0]
     headers = {"x-amzn-sagemaker-content-type": content_type, **_VARIANT}
-    ending = b"\n" if content_type.partition(";")[0] in _TEXTS else b""
+    ending = b"\n" if media_type in _TEXTS else b""
     if not isinstance(response, StreamingResponse):
         content = bytes(response.body)
         content += b"" if content.endswith(ending) else ending
         return Response(payload_part(content), media_type=EVENT_STREAM, headers=headers)
-    response.body_iterator = _parts(response, exchange, ending)
+    response.body_iterator = _parts(response, exchange, ending, _ENDS.get(media_type))
     response.headers["content-type"] = EVENT_STREAM
     response.headers.update(headers)
     return response
@@ -85,8 +88,10 @@ async def _content(response: Response) -> bytes:
     return b"".join([_bytes(chunk) async for chunk in response.body_iterator])
 
 
-def _parts(response: StreamingResponse, exchange: Exchange, ending: bytes) -> AsyncIterator[bytes]:
-    """Wrap each chunk in a message. `ending`: the bytes with which the last chunk must end."""
+def _parts(response: StreamingResponse, exchange: Exchange, ending: bytes, end: bytes | None) -> AsyncIterator[bytes]:
+    """Wrap each chunk in a message or, if an `end` of lines is given, each line of it. `ending`: the bytes with which
+    the last chunk must end.
+    """
     chunks = response.body_iterator
 
     async def framed() -> AsyncIterator[bytes]:
@@ -94,7 +99,7 @@ def _parts(response: StreamingResponse, exchange: Exchange, ending: bytes) -> As
         try:
             async for chunk in chunks:
                 last = _bytes(chunk) or last
-                yield payload_part(_bytes(chunk))
+                yield b"".join(map(payload_part, _lines(_bytes(chunk), end)))
             if not last.endswith(ending):
                 yield payload_part(ending)
         except tandem.TandemError as error:
@@ -104,6 +109,13 @@ def _parts(response: StreamingResponse, exchange: Exchange, ending: bytes) -> As
             yield model_stream_error(encode(body))
 
     return framed()
+
+
+def _lines(chunk: bytes, end: bytes | None) -> list[bytes]:
+    if end is None:
+        return [chunk]
+    *lines, rest = chunk.split(end)
+    return [*(line + end for line in lines), *([rest] if rest else [])]
 
 
 def _bytes(chunk: str | bytes | memoryview) -> bytes:

@@ -13,8 +13,10 @@ from tandem import GenerateArguments, InvalidRequest, Model, TokenizeArguments
 
 _DEFAULT_TEMPERATURE = 1.0
 _DAY_S = 24 * 3600.0
-# Placeholders from clients that do not know the model's name: TGI's, huggingface_hub's, LMI's.
-_NO_NAMES = ("", "tgi", "dummy", "lmi")
+# Placeholders from clients that do not know the model's name: TGI's, TensorZero's, huggingface_hub's, LMI's. Hugging
+# Face's client for JavaScript sends the server's own address.
+_NO_NAMES = ("", "tgi", "TGI", "dummy", "lmi")
+_ADDRESSES = ("http://", "https://")
 # OpenAI's newer role names, as chat templates know them.
 _ROLES = {"developer": "system"}
 _WITH_CONTENT = ("user", "system", "developer")
@@ -23,7 +25,7 @@ _EXTRAS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 def model_of(name: str) -> str | None:
     """Return the model's name for the SDK: None, the default model, for placeholder names."""
-    return None if name in _NO_NAMES else name
+    return None if name in _NO_NAMES or name.startswith(_ADDRESSES) else name
 
 
 def completion_arguments(body: CompletionBody, model: Model | None, max_prompts: int) -> list[GenerateArguments]:

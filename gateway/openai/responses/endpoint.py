@@ -1,4 +1,4 @@
-"""POST /v1/responses. A request is a chat (gateway/openai) with another form of answer."""
+"""POST /v1/responses and /v1/responses/input_tokens. A request is a chat (gateway/openai) with another form of answer."""
 
 import time
 from collections.abc import Iterable
@@ -10,6 +10,7 @@ from gateway.answers import SSE_NAMED, drain, stream_answer
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.answer_parser import AnswerFormat, Block, BlockAdded, BlockBegun, BlockParser, BlockStep, plan_chat
+from gateway.openai.parameters import tokenize_arguments
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
 from gateway.openai.responses.requests import NAMES, ResponsesBody, chat_of, check_stateless
 from gateway.openai.responses.tools import callees, free_text_of
@@ -42,6 +43,17 @@ async def create_response(exchange: Exchange) -> Response:
             return await stream_answer(exchange, feed, renderer, SSE_NAMED)
         await drain(feed, renderer)
         return JSONResponse(renderer.response())
+
+
+async def count_input_tokens(exchange: Exchange) -> Response:
+    """Count the tokens of the prompt, as the response's `usage` would. Raises InvalidRequest."""
+    body = await exchange.parse(ResponsesBody)
+    check_stateless(body)
+    chat = await exchange.check(ChatBody, chat_of(body))
+    with ClientFieldNames.of(chat).renamed(NAMES, ResponsesBody).translating_errors():
+        arguments = tokenize_arguments(chat, exchange.settings.request_timeout_s)
+        num_tokens = len(await exchange.client.tokenize(**arguments))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 class ResponseEvents:

@@ -185,7 +185,7 @@ async def test_earlier_arguments_that_no_object_can_have_stay_text(gateway: Runn
     assert shown["tool_calls"][0]["function"]["arguments"] == arguments
 
 
-@pytest.mark.parametrize("model", ["", "tgi", "dummy"])
+@pytest.mark.parametrize("model", ["", "tgi", "TGI", "dummy", "http://127.0.0.1:8080", "https://llm.example.com/v1"])
 async def test_placeholder_names_mean_the_default_model(gateway: RunningGateway, model: str) -> None:
     assert (await gateway.post("/v1/chat/completions", {"model": model, "messages": MESSAGES})).status_code == 200
     assert gateway.script.requests[-1].model == ""

@@ -237,6 +237,17 @@ async def test_refusals(
     assert message in error["message"]
 
 
+async def test_input_tokens_are_those_that_a_response_would_count(gateway: RunningGateway) -> None:
+    question = {"model": "fake", "input": "weather?", "instructions": "Be brief.", "tools": TOOLS}
+    counted = await gateway.post("/v1/responses/input_tokens", question)
+    answered = (await gateway.post("/v1/responses", question)).json()
+    num_tokens = len("system: Be brief.\nuser: weather?\n")
+    assert answered["usage"]["input_tokens"] == num_tokens
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": num_tokens}
+    refused = await gateway.post("/v1/responses/input_tokens", question | {"previous_response_id": "resp_1"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+
+
 async def test_the_routers_refusals_name_the_clients_members(gateway: RunningGateway) -> None:
     complaint = "max_new_tokens (9) must be <= max_total_tokens"
     gateway.script.refusals.append(

@@ -70,6 +70,22 @@ async def test_invoke_endpoint_with_response_stream(runtime: Any) -> None:
     assert lines[-1]["generated_text"] == REST
 
 
+@pytest.mark.parametrize(("output_formatter", "end"), [("auto", b"\n"), ("sse", b"\n\n")])
+async def test_a_part_of_a_stream_is_one_line(output_formatter: str, end: bytes) -> None:
+    """Also where several are ready at once, as the role's and the first token's of a chat are."""
+    chat = {"messages": [{"role": "user", "content": "One fine day"}], "stream": True}
+    async with running_gateway(output_formatter=output_formatter) as gateway:
+        response = await gateway.post("/endpoints/fake/invocations-response-stream", chat)
+    buffer = EventStreamBuffer()
+    buffer.add_data(response.content)
+    parts = [event.payload for event in buffer]
+    assert all(part.endswith(end) and part.count(end) == 1 for part in parts)
+    lines = [part.removeprefix(b"data: ") for part in parts if part != b"data: [DONE]\n\n"]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == STORY
+
+
 @pytest.mark.parametrize(
     "payload",
     [PAYLOAD | {"stream": False}, PAYLOAD | {"inputs": ["One fine day"]}],

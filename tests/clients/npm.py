@@ -85,6 +85,10 @@ def _configure_qwen(url: str, home: Path) -> Mapping[str, str]:
     return {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "x", "OPENAI_MODEL": "fake"}
 
 
+def _configure_copilot(url: str, home: Path) -> Mapping[str, str]:
+    return {"COPILOT_OFFLINE": "true", "COPILOT_PROVIDER_BASE_URL": f"{url}/v1", "COPILOT_MODEL": "fake"}
+
+
 AGENTS: Mapping[str, Agent] = {
     "codex": Agent(
         "@openai/codex",
@@ -120,6 +124,13 @@ AGENTS: Mapping[str, Agent] = {
         "command",
         ("cn", "--config", "config.yaml", "--auto", "-p"),
         _configure_continue,
+    ),
+    "copilot": Agent(
+        "@github/copilot",
+        "bash",
+        "command",
+        ("copilot", "--allow-all-tools", "-p"),
+        _configure_copilot,
     ),
 }
 LIBRARIES: Mapping[str, tuple[str, ...]] = {

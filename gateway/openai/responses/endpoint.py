@@ -1,4 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens. A request is a chat (gateway/openai) with another form of answer."""
+"""POST /v1/responses, and its input_tokens. A request is a chat (gateway/openai) with another form of answer."""
 
 import time
 from collections.abc import Iterable

@@ -242,6 +242,10 @@ class Connection(H11Protocol):
             answer.send_ahead()
         self.loop.call_later(interval_s, self._probe, answer, min(2 * interval_s, _MAX_PROBE_S))
 
+    def _should_upgrade(self) -> bool:
+        """Java's client offers HTTP/2 with each request. uvicorn would warn of each offer."""
+        return False
+
     def handle_events(self) -> None:
         before = self.cycle
         super().handle_events()

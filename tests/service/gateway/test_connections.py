@@ -213,6 +213,23 @@ async def test_invalid_http_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
     assert [record.msg for record in caplog.records].count("Invalid HTTP request received.") == 1
 
 
+async def test_an_offer_of_http_2_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """Java's client makes one with each request (RFC 9110, 7.8): that is nothing to warn of."""
+    offer = ("upgrade: h2c", "http2-settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA")
+    body = json.dumps(CHAT | {"stream": False}).encode()
+    raw = request("/v1/chat/completions", body, "application/json", *offer)
+    raw = raw.replace(b"connection: close", b"connection: Upgrade, HTTP2-Settings")
+    async with running_gateway() as gateway, connection(gateway) as (reader, writer):
+        for _ in range(2):  # on one connection
+            writer.write(raw)
+            assert await status_of(reader) == 200
+            headers = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)).splitlines()
+            (length,) = (int(line.split(b":")[1]) for line in headers if line.startswith(b"content-length"))
+            answer = json.loads(await asyncio.wait_for(reader.readexactly(length), PATIENCE_S))
+            assert answer["choices"][0]["finish_reason"] == "stop"
+    assert not [record.msg for record in caplog.records if record.name.startswith("uvicorn")]
+
+
 async def test_two_length_headers_close_the_connection() -> None:
     """RFC 9112, 6.1: what comes after the request is not taken for another one."""
     smuggled = b"GET /ping HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"

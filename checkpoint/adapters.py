@@ -6,6 +6,7 @@ router: two files with one name are two adapters.
 
 import math
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -103,6 +104,8 @@ def find_adapters(text: str) -> dict[str, Path]:
     folders: dict[str, Path] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, is_named, path = item.partition("=")
+        if is_named and not path:
+            raise ConfigurationError(f"adapter {item!r} has no folder: give NAME=FOLDER")
         folder = home_expanded(path if is_named else item)
         folder_of = {name: folder} if is_named else {config.parent.name: config.parent for config in _configs(folder)}
         for name, folder in folder_of.items():
@@ -219,7 +222,13 @@ def _by_module(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, Stored
                 f"tensor {name} is not supported: only lora_A and lora_B of linear modules are; train the adapter "
                 "without it, or merge it into its base model"
             )
-        modules.setdefault(module.removeprefix(_PREFIX), {})[part] = tensor
+        own = modules.setdefault(module.removeprefix(_PREFIX), {})
+        if part in own:
+            raise ConfigurationError(
+                f"module {module.removeprefix(_PREFIX)} has two tensors {part}, with and without {_PREFIX!r} in front: "
+                "save the adapter again"
+            )
+        own[part] = tensor
     return modules
 
 
@@ -236,8 +245,8 @@ def _matrix(module: str, tensors: Mapping[str, StoredTensor], config: Mapping[st
             f"module {module} has rank {rank}, and {CONFIG_FILE} says {stated_rank}: one is from another adapter"
         )
     alpha = _of_module(module, config, "alpha_pattern", config.get("lora_alpha"))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigurationError(f"lora_alpha of module {module} is {alpha!r}, not a number")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
+        raise ConfigurationError(f"lora_alpha of module {module} is {alpha!r:.100}, not a number")
     return AdapterMatrix(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 

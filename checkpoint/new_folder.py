@@ -52,8 +52,10 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def require_absent(out: Path) -> None:
-    """Raise ConfigurationError if a folder that is to be written exists, or a link that leads nowhere."""
-    if os.path.lexists(out):
+    """Raise ConfigurationError if a folder that is to be written exists, or a link that leads nowhere; `..` does as
+    soon as its parent is made.
+    """
+    if os.path.lexists(out) or out.name == "..":
         raise ConfigurationError(f"{out} exists already: remove it, or choose another folder")
 
 

@@ -184,7 +184,10 @@ def _by_percent(on_progress: Progress, clock: Callable[[], float] = time.monoton
 
 
 def _with_config(folder: Path, what: str) -> Path:
-    if not (folder / "config.json").is_file():
+    config = folder / "config.json"
+    if config.is_symlink() and not config.exists():
+        raise ConfigurationError(f"{config} is a link that leads nowhere: download the model again")
+    if not config.is_file():
         is_adapter = (folder / "adapter_config.json").is_file()
         hint = "; it holds a LoRA adapter: serve its base model with --adapter NAME=FOLDER" if is_adapter else ""
         raise ConfigurationError(f"{what} holds no model: it has no config.json{hint or hint_at_gguf(folder)}")

@@ -55,6 +55,8 @@ def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:
     if (model_dir / SINGLE_FILE).exists():
         return read_header(model_dir / SINGLE_FILE)
     if not index_path.exists():
+        if link := next((path for path in (model_dir / SINGLE_FILE, index_path) if path.is_symlink()), None):
+            raise ConfigurationError(f"{link} is a link that leads nowhere: {_AGAIN}")
         pickled = sorted(path.name for path in model_dir.glob("*.bin"))
         hint = f"; {pickled[0]} is in a format that can run code: run tandem convert {model_dir} OUT" if pickled else ""
         hint = hint or hint_at_gguf(model_dir)

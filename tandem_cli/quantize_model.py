@@ -29,6 +29,8 @@ from tandem_cli.quantize import DEFAULT_ALPHA, DEFAULT_GROUP_SIZE
 from tandem_cli.terminal import FittingTable, error_console, progress_bar, wide_console
 
 _TELL_EVERY_S = 30.0
+_LONG = 1e6
+"""Larger perplexities are printed with an exponent."""
 
 
 def quantize_model(args: argparse.Namespace) -> int:
@@ -122,7 +124,7 @@ def _about(prompts: CalibrationPrompts, max_tokens: int) -> str:
 def _table(quality: Quality, base_bytes: int, num_bytes: int) -> Table:
     table = Table("", "original", "quantised", box=None, pad_edge=False)
     table.add_row("weights", _size(base_bytes), _size(num_bytes))
-    table.add_row("perplexity", f"{quality.base_perplexity:.4f}", f"{quality.perplexity:.4f}")
+    table.add_row("perplexity", _perplexity(quality.base_perplexity), _perplexity(quality.perplexity))
     table.add_row("same most probable token", "", f"{quality.top1_agreement:.2%}")
     table.add_row("mean KL divergence, nats", "", f"{quality.mean_kl:.5f}")
     table.add_row("mean difference of log-probs", "", f"{quality.logprob_difference:.5f}")
@@ -139,6 +141,10 @@ def _about_rare(num_rare: int, config: ModelConfig) -> str:
         f"{num_rare} of {num_experts} experts got fewer than {MIN_TOKENS} tokens to calibrate with: their gate and up "
         "took the statistics of the layer, their down was rounded to nearest; give more prompts\n"
     )
+
+
+def _perplexity(value: float) -> str:
+    return f"{value:.4f}" if value < _LONG else f"{value:.4g}"
 
 
 def _size(num_bytes: int) -> str:

@@ -61,6 +61,7 @@ _ROUNDED = ("int8", "int4")
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 _NAN_OF_E4M3 = 0x7F
 """The bits of NaN without its sign."""
+_MAX_OF_E4M3 = 448.0
 _DTYPES = ("F64", "F32", "BF16", "F16")
 
 
@@ -102,7 +103,7 @@ def load_weights(
     if modules:
         loaded_as = str(target.dtype).removeprefix("torch.") if target.encoding == "float" else target.encoding
         log.info("the checkpoint is quantised", format=str(quantization), modules=len(modules), loaded_as=loaded_as)
-    _check(model_dir, specs, stored, modules)
+    require_tensors(model_dir, specs, stored, modules)
     used = {stored_name(source.name, stored) for spec in specs for source in spec.sources} | set(used_elsewhere)
     used |= {f"{module.name}.weight" for module in modules.values()}
     used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
@@ -202,7 +203,7 @@ def target_of_table(spec: ParameterSpec, own_dtype: torch.dtype, target: Weights
     return replace(target, dtype=own_dtype) if is_kept else target
 
 
-def _check(
+def require_tensors(
     model_dir: Path,
     specs: list[ParameterSpec],
     stored: Mapping[str, StoredTensor],
@@ -312,8 +313,9 @@ class _Reader:
             matrix = self._quantized(source)
             weight[rows], scales[rows, : matrix.scales.shape[1]] = matrix.values, matrix.scales
             has_nan = bool((weight[rows].view(torch.uint8) & _NAN_OF_E4M3 == _NAN_OF_E4M3).any())
-            if has_nan or not is_finite(matrix.scales):
-                raise ConfigurationError(_not_finite(matrix.dequantized(), self._modules[source.name].name))
+            is_suspect = has_nan or not is_finite(matrix.scales * _MAX_OF_E4M3)
+            if is_suspect and not is_finite(meant := matrix.dequantized()):
+                raise ConfigurationError(_not_finite(meant, self._modules[source.name].name))
             self._release()
         numbers = self.fill(spec, _FLOAT32) if len(kinds) > 1 else None
         return LinearParameters(weight, "fp8", scales, numbers=numbers)

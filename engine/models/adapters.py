@@ -102,9 +102,11 @@ def _some(modules: Sequence[str]) -> str:
 def _pieces(adapter: AdapterFiles, spec: ParameterSpec, read: _Read) -> Iterator[ModulePiece]:
     first = 0
     for source in spec.sources:
-        names = possible_names(_module(source))
-        matrix = next((adapter.matrices[name] for name in names if name in adapter.matrices), None)
-        if matrix is not None:
+        named = [name for name in possible_names(_module(source)) if name in adapter.matrices]
+        if len(named) > 1:
+            raise ConfigurationError(f"{' and '.join(named)} are the same module of this model: save the adapter again")
+        if named:
+            matrix = adapter.matrices[named[0]]
             a, b = _factors(matrix, source, read)
             b = b * (matrix.scale * spec.factor)
             if not b.is_meta and not is_finite(b):

@@ -177,6 +177,9 @@ SUPPORTED_ACTIVATIONS = (
 """The keys of `engine.models.activations.ACTIVATIONS`, for programs that read a config.json without torch."""
 
 
+_MOST_ROWS = 2**24
+
+
 def load_config(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> AnyConfig:
     """Read `config.json` of a Hugging Face checkpoint. `rope` overrides its rotary positions.
 
@@ -233,6 +236,7 @@ def _family_of(raw: RawConfig) -> tuple[str, Family]:
 
 
 def _check(config: ModelConfig) -> None:
+    _check_sizes(config)
     if config.activation not in SUPPORTED_ACTIVATIONS:
         raise ConfigurationError(
             f"activation {config.activation!r} is not supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
@@ -258,6 +262,26 @@ def _check(config: ModelConfig) -> None:
             raise ConfigurationError("a model without any layer of attention is not supported")
     if len(config.windows) != config.num_layers:
         raise ConfigurationError(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    """Raise ConfigurationError for sizes of no model: rows are numbered in memory before any tensor is looked for."""
+    layers = (config.of_layer(layer) for layer in range(config.num_layers)) if config.mixed is not None else (config,)
+    for sizes in layers:
+        latent = sizes.latent
+        counts = {
+            "hidden_size": sizes.hidden_size,
+            "intermediate_size": sizes.intermediate_size,
+            "num_attention_heads times head_dim": sizes.num_heads * max(sizes.head_dim, sizes.result_dim),
+            "num_attention_heads times qk_nope_head_dim": 0 if latent is None else sizes.num_heads * latent.plain_dim,
+            "max_position_embeddings": sizes.max_position_embeddings if sizes.positions == "learned" else 0,
+        }
+        for name, count in counts.items():
+            if count > _MOST_ROWS:
+                raise ConfigurationError(
+                    f"config.json: {name} is {count}, more than the {_MOST_ROWS} rows that a matrix may have: the file "
+                    "is broken"
+                )
 
 
 def _check_rope(rope: RopeConfig, head_dim: int) -> None:

@@ -11,7 +11,8 @@ import torch
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor
 from checkpoint.watched_files import WatchedFiles
-from engine.loading.stored_parameters import open_stored, stored_name
+from engine.loading.stored_parameters import find_modules, open_stored, stored_name
+from engine.loading.weights import require_tensors
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
@@ -65,6 +66,7 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
         )
     in_order = sorted(parameter_specs(config), key=_when_needed)
     stored = open_stored(folder, in_order)
+    require_tensors(folder, in_order, stored, find_modules(in_order, stored, quantization))
     product_factors = {spec.name: spec.factor for spec in in_order}
     specs = [replace(spec, factor=1.0) for spec in in_order]
     files = files.and_of({tensor.path for tensor in stored.values()})

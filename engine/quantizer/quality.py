@@ -1,17 +1,24 @@
 """How far a quantised model is from its original, by the next-token distributions of both on held-out prompts."""
 
 import math
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from engine.finite import is_finite
+from mesh.domain.errors import ConfigurationError
+
+_MAX_EXPONENT = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
     """Means over the tokens of all prompts. `top1_agreement`: share of places where both find the same token most
     probable. `mean_kl`: Kullback-Leibler divergence from the original, in nats. `logprob_difference`: absolute, of the
-    prompts' own tokens. Both perplexities are of these tokens, too.
+    prompts' own tokens. Both perplexities are of these tokens, too; one of the quantised model that no float holds is
+    the largest float.
     """
 
     num_prompts: int
@@ -47,6 +54,15 @@ class QualityMeter:
         self._num_tokens += len(following)
 
     def quality(self, num_prompts: int) -> Quality:
-        """The means of at least one place."""
+        """The means of at least one place. Raises ConfigurationError if logits were NaN or infinite, or if the original
+        expects the prompts so little that no float holds its perplexity.
+        """
         agreement, kl, difference, base, quantized = (self._sums / self._num_tokens).tolist()
-        return Quality(num_prompts, self._num_tokens, agreement, kl, difference, math.exp(-base), math.exp(-quantized))
+        if not is_finite(self._sums) or -base > _MAX_EXPONENT:
+            what = "are NaN or infinite" if not is_finite(self._sums) else f"give their tokens e^{base:.0f} on average"
+            raise ConfigurationError(
+                f"the original model cannot be compared with: its logits of the held-out prompts {what}: check that it "
+                "answers them, or use other prompts"
+            )
+        perplexity = math.exp(min(-quantized, _MAX_EXPONENT))
+        return Quality(num_prompts, self._num_tokens, agreement, kl, difference, math.exp(-base), perplexity)

@@ -18,7 +18,7 @@ from engine.models.activations import CLAMPED_SWIGLU
 from engine.models.blocks import BLOCKS
 from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm
-from engine.quantizer.layer import FloatLayer
+from engine.quantizer.layer import FloatLayer, FloatLinear
 from mesh.domain.errors import ConfigurationError
 
 _NORM_BEFORE = {"qkv": "input_norm", "recurrent_in": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
@@ -67,7 +67,8 @@ def fold(layer: FloatLayer, names: tuple[str, ...], factors: Tensor, dtypes: Map
     """Multiply matrices that have the same inputs by tied factors along these, and divide what is before them.
 
     A norm is rounded to the type in which it is stored, `dtypes` by its name; the matrix takes what that changes.
-    Routers are rounded to theirs. Returns the factors that were folded.
+    Routers are rounded to theirs. A factor by which a number cannot be divided in its type is 1. Returns the factors
+    that were folded.
     """
     kind = names[0].rpartition(".")[2]
     if kind in _NORM_BEFORE:
@@ -79,14 +80,28 @@ def fold(layer: FloatLayer, names: tuple[str, ...], factors: Tensor, dtypes: Map
     else:
         up = names[0].removesuffix(kind) + ("gate_up" if layer.config.gated else "up")
         before = layer.linears["qkv" if kind == "o" else up]
-        per_row = _by_value(layer, factors) if kind == "o" else factors
-        before.weight[-len(per_row) :].div_(per_row[:, None])
-        if before.bias is not None:
-            before.bias[-len(per_row) :].div_(per_row)
-            layer.changed[f"{before.name}_bias"] = before.bias
+        factors = _divide_rows(layer, before, factors, dtypes, are_values=kind == "o")
     for name in names:
         layer.linears[name].weight.mul_(factors)
     return factors
+
+
+def _divide_rows(
+    layer: FloatLayer, before: FloatLinear, factors: Tensor, dtypes: Mapping[str, torch.dtype], *, are_values: bool
+) -> Tensor:
+    """Divide the last rows of the matrix before by factors, its values by one for each of their heads; returns those
+    by which they were divided.
+    """
+    per_row = _by_value(layer, factors) if are_values else factors
+    rows = slice(-len(per_row), None)
+    if before.bias is not None:
+        name = f"{before.name}_bias"
+        divided = (before.bias[rows] / per_row).to(dtypes[name.rpartition(".")[2]])
+        per_row = torch.where(divided.isfinite(), per_row, 1.0)
+        before.bias[rows].div_(per_row)
+        layer.changed[name] = before.bias
+    before.weight[rows].div_(per_row[:, None])
+    return _by_input(layer, per_row) if are_values else per_row
 
 
 def _divide_norm(layer: FloatLayer, name: str, factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> Tensor:
@@ -94,13 +109,16 @@ def _divide_norm(layer: FloatLayer, name: str, factors: Tensor, dtypes: Mapping[
     norm: Norm = getattr(layer.layer, name)
     offset = layer.config.tensors.norm_offset
     divided = (norm.weight / factors - offset).to(dtypes[name]).float() + offset
-    is_lost = divided == 0
+    is_lost = (divided == 0) | ~divided.isfinite()
+    if norm.bias is not None:
+        bias_dtype = dtypes[f"{name}_bias"]
+        is_lost |= ~(norm.bias / factors).to(bias_dtype).isfinite()
     divided = torch.where(is_lost, norm.weight, divided)
     factors = torch.where(is_lost, 1.0, norm.weight / divided)
     norm.weight.copy_(divided)
     layer.changed[name] = divided - offset
     if norm.bias is not None:
-        norm.bias.copy_((norm.bias / factors).to(dtypes[f"{name}_bias"]))
+        norm.bias.copy_((norm.bias / factors).to(bias_dtype))
         layer.changed[f"{name}_bias"] = norm.bias
     return factors
 
@@ -115,3 +133,9 @@ def _by_value(layer: FloatLayer, factors: Tensor) -> Tensor:
     """Tied factors of o's inputs -> one for each row of the values."""
     by_value = factors.view(layer.config.num_kv_heads, layer.config.queries_per_kv_head, layer.config.head_dim)
     return by_value[:, 0].flatten()
+
+
+def _by_input(layer: FloatLayer, per_row: Tensor) -> Tensor:
+    """The reverse of _by_value."""
+    by_value = per_row.view(layer.config.num_kv_heads, 1, layer.config.head_dim)
+    return by_value.expand(-1, layer.config.queries_per_kv_head, -1).flatten()

@@ -174,6 +174,7 @@ def add_tensor(folder: Path, name: str, *shape: int) -> None:
         ({"init_lora_weights": "OLoRA"}, "changes the base model"),
         ({"r": 8}, "has rank 4, and adapter_config.json says 8"),
         ({"lora_alpha": None}, "lora_alpha of module .* is None"),
+        ({"lora_alpha": 10**400}, "lora_alpha of module .* is 1000.*, not a number"),
         ({"use_rslora": "false"}, "use_rslora must be true or false, got 'false'"),
         ({"target_modules": ["q_proj", "v_proj"]}, r"module .*_proj is not among the target_modules of adapter_config"),
         ({"alpha_pattern": {"(": 3}}, "alpha_pattern: '\\(' is not a regular expression"),
@@ -238,6 +239,30 @@ def test_modules_that_do_not_fit_are_refused(checkpoint: Checkpoint, tmp_path: P
         load_arm(checkpoint("llama"), "torch", adapters=read_adapters(folder))
 
 
+@pytest.mark.parametrize(
+    ("other_name", "reason"),
+    [
+        (
+            ("base_model.model.model.", "model."),
+            "module .*_proj has two tensors lora_[AB], with and without 'base_model",
+        ),
+        (
+            ("model.layers", "model.language_model.layers"),
+            "model.layers.* and model.language_model.* are the same module",
+        ),
+    ],
+)
+def test_two_pairs_for_one_module_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path, other_name: tuple[str, str], reason: str
+) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name.replace(*other_name): 2 * tensor for name, tensor in tensors.items()}, path)
+    with pytest.raises(ConfigurationError, match=f"adapter mine: .*{reason}"):
+        load_adapter(read_adapters(folder)[0], parameter_specs(load_decoder_config(checkpoint("llama"))))
+
+
 def test_targets_may_be_names_or_ends_of_names(checkpoint: Checkpoint, tmp_path: Path) -> None:
     for targets in (["q_proj", "layers.1.self_attn.k_proj"], ["none"], "all-linear", None):
         folder = write_adapter(
@@ -284,6 +309,7 @@ def test_a_setting_lists_folders_by_name(checkpoint: Checkpoint, tmp_path: Path)
     for text, reason in (
         (f"a={a},a={b}", "two adapters are named a"),
         (f"a b={a}", "a name has 1 to 64 letters"),
+        ("a=", "adapter 'a=' has no folder: give NAME=FOLDER"),
         (str(a), "no folder in it has adapter_config.json"),
     ):
         with pytest.raises(ConfigurationError, match=reason):

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checkpoint.source import ModelSource
 from checkpoint.tensors import open_checkpoint, read_header
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import fingerprint
 from engine.loading.weights import WeightsTarget, load_weights
 from engine.models.parameters import parameter_specs
-from engine.models.read_config import load_config
+from engine.models.read_config import load_config, load_decoder_config
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tests.component.checkpoints import WINDOW, build_checkpoint
@@ -123,6 +124,13 @@ def test_no_limit_of_positions_is_one_that_workers_can_tell(model_dir: Path, cha
         ({"max_position_embeddings": 1}, "max_position_embeddings must be an integer from 2 on, got 1"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "multiple"),
+        (
+            {"num_attention_heads": 10**8, "num_key_value_heads": 10**8, "head_dim": 16},
+            "head_dim is 1600000000, more than",
+        ),
+        ({"head_dim": 10**9}, "num_attention_heads times head_dim is 4000000000, more than the 16777216 rows"),
+        ({"intermediate_size": 10**12}, "intermediate_size is 1000000000000, more than"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000, more than .*: the file is broken"),
         ({"quantization_config": {"bits": 4}}, "quant_method None is not supported; supported: awq, gptq"),
     ],
 )
@@ -130,6 +138,23 @@ def test_unsupported_configurations(model_dir: Path, change: dict[str, object], 
     edit_config(model_dir, **change)
     with pytest.raises(ConfigurationError, match=words):
         load(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("gpt2", {"n_positions": 10**30}, "max_position_embeddings is 2147483647, more than"),
+        ("deepseek-v3", {"qk_nope_head_dim": 10**9}, "times qk_nope_head_dim is 4000000000, more than"),
+        ("gemma4", {"head_dim": 10**9}, "times head_dim is 4000000000, more than"),
+    ],
+)
+def test_sizes_of_no_model_are_refused_before_they_take_memory(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, change: dict[str, object], words: str
+) -> None:
+    model_dir = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))
+    edit_config(model_dir, **change)
+    with pytest.raises(ConfigurationError, match=words):
+        load_decoder_config(model_dir)
 
 
 def test_missing_or_broken_config(model_dir: Path, tmp_path: Path) -> None:
@@ -173,6 +198,17 @@ def test_no_weights(model_dir: Path) -> None:
     (model_dir / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ConfigurationError, match=r"pytorch_model\.bin is in a format that can run code"):
         load(model_dir)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "config.json"])
+def test_a_link_that_leads_nowhere_is_named(model_dir: Path, name: str) -> None:
+    """As in a cache whose blobs were deleted."""
+    if name.startswith("model."):
+        (model_dir / "model.safetensors").unlink()
+    (model_dir / name).unlink(missing_ok=True)
+    (model_dir / name).symlink_to("nowhere")
+    with pytest.raises(ConfigurationError, match=f"{model_dir / name} is a link that leads nowhere: download"):
+        ModelSource(str(model_dir)).locate() if name == "config.json" else open_checkpoint(model_dir)
 
 
 def test_a_header_that_lies(model_dir: Path) -> None:

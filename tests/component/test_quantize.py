@@ -505,6 +505,52 @@ def test_prompts_that_overflow_are_named(
 
 
 @pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (1e3, r"logits of the held-out prompts give their tokens e\^-\d+ on average: check that it answers them"),
+        (1e38, "logits of the held-out prompts are NaN or infinite: check that it answers them"),
+    ],
+)
+def test_logits_that_cannot_be_compared_are_named(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], factor: float, words: str
+) -> None:
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["lm_head.weight"] *= factor
+    save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(prompt) + "\n" for prompt in random_prompts()))
+    command = ["quantize", str(model_dir), str(tmp_path / "out"), "--scheme=w8a8", f"--data={data}"]
+    assert main(command) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_factors_that_fp16_does_not_hold_are_not_folded(
+    checkpoint: Callable[[str], Path], tmp_path: Path, quantize: Quantize, family: str
+) -> None:
+    """Channels that are 0 for all prompts have tiny factors with `--alpha 1`: a norm or bias would become infinite."""
+    model_dir = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))
+    tensors = load_file(model_dir / "model.safetensors")
+    next(tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))[:, 7] = 0
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, model_dir / "model.safetensors")
+    report = quantize(model_dir, "smoothquant", random_prompts(), "--alpha=1")
+    assert report["mean_kl"] < 0.1
+    assert all(torch.isfinite(tensor.float()).all() for tensor in load_tensors(tmp_path / "smoothquant").values())
+
+
+def test_shapes_are_checked_before_prompts_are_read(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    raw = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(raw | {"intermediate_size": 10**6}))
+    assert main(["quantize", str(model_dir), str(tmp_path / "out"), "--scheme=fp8", "--data=none.jsonl"]) == 2
+    assert re.search(r"has shape \[\d+, 64\], config.json implies \[1000000, 64\]", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     ("content", "reason"),
     [
         ("{", "is not valid JSON"),

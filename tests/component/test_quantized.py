@@ -370,6 +370,16 @@ def test_broken_files_are_refused(
         parameters(model_dir, encoding).read_all()
 
 
+@pytest.mark.parametrize("encoding", ["fp8", "float"])
+def test_scales_whose_numbers_fp32_does_not_hold_are_refused(broken: Callable[[str], Path], encoding: str) -> None:
+    model_dir = broken("fp8")
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors[f"{DOWN}.weight_scale_inv"][0, 0] = 3e38
+    save_file(tensors, model_dir / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"down_proj are NaN or infinite: the checkpoint is broken"):
+        parameters(model_dir, encoding).read_all()
+
+
 @pytest.mark.parametrize("form", ["gptq", "w8a8", "fp8"])
 def test_a_description_without_quantised_tensors_is_refused(
     checkpoint: Callable[[str], Path], tmp_path: Path, form: str

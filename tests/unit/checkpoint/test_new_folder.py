@@ -76,6 +76,16 @@ def test_the_folder_of_a_run_that_was_killed_is_not_taken_for_whole(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_parent_is_no_folder_to_write(tmp_path: Path) -> None:
+    """It is there as soon as the folder below it is made, so that the work would be lost."""
+    with (
+        pytest.raises(ConfigurationError, match=r"nowhere/\.\. exists already"),
+        new_folder(tmp_path / "nowhere" / ".."),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def make_meanwhile(out: Path, make: Callable[[Path], None]) -> None:
     with new_folder(out) as partial:
         (partial / "config.json").touch()

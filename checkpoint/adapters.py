@@ -142,7 +142,7 @@ def require_unchanged(adapter: AdapterFiles) -> None:
     """Raise ConfigurationError if the files of an adapter are no longer those that were read."""
     try:
         digest = _digest(adapter.folder, read_json(adapter.folder / CONFIG_FILE))
-    except OSError as error:
+    except (OSError, ConfigurationError) as error:
         raise ConfigurationError(f"adapter {adapter.name} can no longer be read: {error}") from error
     if digest != adapter.digest:
         raise ConfigurationError(

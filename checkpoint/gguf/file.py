@@ -1,7 +1,7 @@
 """Reads GGUF files with the package `gguf` of llama.cpp's authors."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,12 +75,24 @@ def open_gguf(path: Path) -> GgufFile:
             raise ConfigurationError(f"cannot read {part}: {error.strerror or error}") from error
         except Exception as error:  # the reader checks little: cut or damaged files raise whatever comes
             raise ConfigurationError(f"{part} is truncated or no GGUF file: {error or type(error).__name__}") from error
+        _require_apart(part, reader.tensors)
         metadata = values | metadata  # the first part describes the model
         tensors |= {tensor.name: tensor for tensor in reader.tensors}
     expected = metadata.get("split.tensors.count", len(tensors))
     if len(tensors) != expected:
         raise ConfigurationError(f"{path} has {len(tensors)} of {expected} tensors: parts of the model are missing")
     return GgufFile(path, metadata, tensors)
+
+
+def _require_apart(part: Path, tensors: Iterable["ReaderTensor"]) -> None:
+    """Raise ConfigurationError if tensors overlap: the package reads each one wherever its offset says."""
+    end, before = 0, ""
+    for tensor in sorted(tensors, key=lambda tensor: int(tensor.data_offset)):
+        if int(tensor.data_offset) < end:
+            raise ConfigurationError(
+                f"{part} is damaged: tensor {tensor.name} overlaps {before}: download or write it again"
+            )
+        end, before = int(tensor.data_offset) + int(tensor.n_bytes), tensor.name
 
 
 def gguf_parts(path: Path) -> Iterator[Path]:

@@ -8,7 +8,7 @@ file of the result.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from math import gcd, prod
@@ -48,6 +48,8 @@ _PLACES_AT_ONCE = 128
 Progress = Callable[[int], None]
 """Receives the number of finished layers."""
 TokenIds = Sequence[int]
+_Stored = dict[str, Tensor]
+"""The tensors of a matrix, by the last part of their names."""
 
 
 def require_fit(checkpoint: FloatCheckpoint, scheme: Scheme) -> None:
@@ -276,37 +278,57 @@ class _Maker:
         return statistics
 
     def _write(self, layer: FloatLayer, matrices: Mapping[str, QuantizedMatrix]) -> None:
-        """Write a layer, and give it the matrices that readers of the file will have."""
-        stored, scheme = self._checkpoint.stored, self._scheme
-        stacks: dict[str, list[dict[str, Tensor]]] = {}  # the parts of each expert
+        """Write a layer, and give it the numbers that readers of the file will have."""
+        stacks: dict[str, list[_Stored]] = {}
         for spec in self._checkpoint.layer_specs(layer.index):
-            name, first = spec.name.removeprefix(f"layers.{layer.index}."), 0
-            if not spec.is_matrix and name not in layer.changed:
-                continue
-            numbers = layer.linears[name].weight if spec.is_matrix else layer.changed[name]
-            as_read = matrices[name].dequantized() if spec.is_matrix else numbers
-            for source, tensor in zip(spec.sources, names_of(spec, stored), strict=True):
-                rows = first + _file_order(source)
-                first += source.num_rows
-                self.replaced |= {tensor, f"{tensor}_blocks", f"{tensor}_scales"} & stored.keys()
-                if not spec.is_matrix or source.name.endswith(UNQUANTIZED):
-                    values = numbers[rows].to(STORED_DTYPES[stored[tensor].dtype])
-                    self._writer.add(tensor, values)
-                    as_read[rows] = values.float()
-                    continue
-                parts = stored_tensors(matrices[name].select(rows), scheme.weights, scheme.scales_dtype)
-                if source.member is not None:
-                    stacks.setdefault(tensor, []).append(parts)
-                    continue
-                for kind, values in parts.items():
-                    part = f"{tensor.removesuffix('.weight')}.{kind}"
-                    if part not in self._writer.names:  # keys may be values, too
-                        self._writer.add(part, values)
+            name = spec.name.removeprefix(f"layers.{layer.index}.")
             if spec.is_matrix:
-                layer.linears[name].weight = as_read
+                linear = layer.linears[name]
+                linear.weight = self._write_matrix(spec, linear.weight, matrices[name], stacks)
+            elif name in layer.changed:
+                vector = layer.changed[name]
+                for _, tensor, rows in self._replace(spec):
+                    vector[rows] = self._write_float(tensor, vector[rows])
         for tensor, members in stacks.items():
             for kind in members[0].keys() - {"weight_shape"}:
                 self._writer.add(f"{tensor}.{kind}", torch.stack([parts[kind] for parts in members]))
+
+    def _write_matrix(
+        self, spec: ParameterSpec, numbers: Tensor, matrix: QuantizedMatrix, stacks: dict[str, list[_Stored]]
+    ) -> Tensor:
+        """Write the tensors that a matrix was read from. Returns it as it will be read. Experts that the file has in
+        one tensor are not written here: `stacks` gets their parts, by the tensor's name.
+        """
+        as_read = matrix.dequantized()
+        for source, tensor, rows in self._replace(spec):
+            if source.name.endswith(UNQUANTIZED):
+                as_read[rows] = self._write_float(tensor, numbers[rows])
+                continue
+            parts = stored_tensors(matrix.select(rows), self._scheme.weights, self._scheme.scales_dtype)
+            if source.member is not None:
+                stacks.setdefault(tensor, []).append(parts)
+                continue
+            for kind, values in parts.items():
+                part = f"{tensor.removesuffix('.weight')}.{kind}"
+                if part not in self._writer.names:  # keys may be values, too
+                    self._writer.add(part, values)
+        return as_read
+
+    def _write_float(self, tensor: str, numbers: Tensor) -> Tensor:
+        """Write numbers in the type that the tensor has in the checkpoint. Returns them as they will be read."""
+        values = numbers.to(STORED_DTYPES[self._checkpoint.stored[tensor].dtype])
+        self._writer.add(tensor, values)
+        return values.float()
+
+    def _replace(self, spec: ParameterSpec) -> Iterator[tuple[Source, str, Tensor]]:
+        """The sources of a parameter, the names of their tensors, and their rows in it in the order of the file. The
+        result has these tensors in another form.
+        """
+        stored, first = self._checkpoint.stored, 0
+        for source, tensor in zip(spec.sources, names_of(spec, stored), strict=True):
+            self.replaced |= {tensor, f"{tensor}_blocks", f"{tensor}_scales"} & stored.keys()
+            yield source, tensor, first + _file_order(source)
+            first += source.num_rows
 
 
 def _file_order(source: Source) -> Tensor:

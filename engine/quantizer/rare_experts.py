@@ -1,7 +1,7 @@
 """Experts of a layer that the calibration prompts hardly reach, so that their own statistics say little.
 
-Their gate_up takes the statistics of all tokens of the layer, which has the same inputs. Inner channels differ from
-expert to expert: their down gets no factors, and is rounded to nearest.
+Their gate_up is rounded with the statistics of all tokens of the layer: it has the same inputs in every expert. Inputs
+of down differ from expert to expert, so theirs gets no factors, and is rounded to nearest.
 """
 
 import re

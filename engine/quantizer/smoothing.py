@@ -66,9 +66,9 @@ def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:
 def fold(layer: FloatLayer, names: tuple[str, ...], factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> Tensor:
     """Multiply matrices that have the same inputs by tied factors along these, and divide what is before them.
 
-    A norm is rounded to the type in which it is stored, `dtypes` by its name; the matrix takes what that changes.
-    Routers are rounded to theirs. A factor by which a number cannot be divided in its type is 1. Returns the factors
-    that were folded.
+    `dtypes`: in which norms, biases and routers are stored, by the last parts of their names. A norm is rounded to its
+    own, and the matrix takes what that changes; so are routers. Channels whose norm or bias would be infinite in it get
+    the factor 1. Returns the factors that were folded.
     """
     kind = names[0].rpartition(".")[2]
     if kind in _NORM_BEFORE:

@@ -1,6 +1,7 @@
 """LoRA adapters: parity with transformers' models that have the adapter merged, and rows that do not disturb others."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,9 @@ def test_files_that_changed_meanwhile_are_not_served(checkpoint: Checkpoint, tmp
         Driver(runner).add(request)
     (tmp_path / "b" / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelFailed, match="adapter b can no longer be read"):
+        Driver(runner).add(request)
+    shutil.rmtree(tmp_path / "b")
+    with pytest.raises(ModelFailed, match=r"adapter b can no longer be read: cannot read .*adapter_config\.json"):
         Driver(runner).add(request)
     assert run_together(runner, {1: adapters[0].digest})[0].tokens
 

@@ -259,6 +259,20 @@ def test_a_count_of_nothing_is_named(tmp_path: Path) -> None:
         convert_gguf(path, tmp_path / "out", None)
 
 
+def test_tensors_that_overlap_are_named(tmp_path: Path) -> None:
+    """One of two has the other's numbers, which nobody would notice."""
+    path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
+    content, key = bytearray(path.read_bytes()), b"blk.0.attn_q.weight"
+    at = content.index(key) + len(key) + 24  # after the dimensions and the type
+    other = content.index(b"blk.1.attn_q.weight") + len(key) + 24
+    content[at : at + 8] = content[other : other + 8]
+    path.write_bytes(content)
+    with pytest.raises(
+        ConfigurationError, match=r"damaged: tensor blk\.[01]\.attn_q.weight overlaps blk\.[01]\.attn_q"
+    ):
+        open_gguf(path)
+
+
 def test_a_tensor_without_numbers_is_named(tmp_path: Path) -> None:
     path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
     content, key = path.read_bytes(), b"blk.0.attn_q.weight"

@@ -204,7 +204,8 @@ def test_folded_factors_change_nothing(checkpoint: Callable[[str], Path], family
     residual = torch.randn(39, config.hidden_size, generator=torch.Generator().manual_seed(1))
     before = layer.forward(residual, pack, ropes, {})
     dtypes = {"input_norm": torch.float16, "post_norm": torch.bfloat16}
-    dtypes |= dict.fromkeys(("input_norm_bias", "post_norm_bias", "router", "shared_gate"), torch.float32)
+    in_fp32 = ("input_norm_bias", "post_norm_bias", "qkv_bias", "up_bias", "gate_up_bias", "router", "shared_gate")
+    dtypes |= dict.fromkeys(in_fp32, torch.float32)
     generator = torch.Generator().manual_seed(2)
     for names in folding_order(layer):
         weights = {name: layer.linears[name].weight.clone() for name in names}

@@ -318,13 +318,18 @@ def sliding_window(raw: RawConfig, default: int | None = None) -> int | None:
     return min(integer(raw, "sliding_window", default=default), _WIDEST)
 
 
+def require_few_layers(num_layers: int) -> None:
+    """Raise ConfigurationError for more than any model has: each takes memory before any tensor is looked for."""
+    if num_layers > _MAX_LAYERS:
+        raise ConfigurationError(f"config.json: {num_layers} layers are more than {_MAX_LAYERS}: the file is broken")
+
+
 def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
     """A ModelConfig from the keys that families share; all other fields keep their defaults."""
     num_heads = integer(raw, *_NUM_HEADS)
     hidden_size = integer(raw, *_HIDDEN_SIZE)
     num_layers = integer(raw, *_NUM_LAYERS, default=len(texts(raw, "layers_block_type")) or None)
-    if num_layers > _MAX_LAYERS:  # each takes memory before any tensor is looked for
-        raise ConfigurationError(f"config.json: {num_layers} layers are more than {_MAX_LAYERS}: the file is broken")
+    require_few_layers(num_layers)
     max_positions = min(integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS, least=2), MOST_POSITIONS)
     head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
     return ModelConfig(

@@ -20,6 +20,7 @@ from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tests.component.checkpoints import WINDOW, build_checkpoint
 from tests.component.driving import Driver
+from tests.component.encoder_decoders import build_encoder_decoder
 from tests.fakes.requests import make_request
 
 Checkpoint = Callable[[str], Path]
@@ -155,6 +156,14 @@ def test_sizes_of_no_model_are_refused_before_they_take_memory(
     edit_config(model_dir, **change)
     with pytest.raises(ConfigurationError, match=words):
         load_decoder_config(model_dir)
+
+
+@pytest.mark.parametrize("member", ["num_layers", "num_decoder_layers"])
+def test_layers_of_no_encoder_decoder_are_refused(tmp_path: Path, member: str) -> None:
+    model_dir = build_encoder_decoder("t5", tmp_path / "t5")
+    edit_config(model_dir, **{member: 10**8})
+    with pytest.raises(ConfigurationError, match="100000000 layers are more than 4096: the file is broken"):
+        load_config(model_dir)
 
 
 def test_missing_or_broken_config(model_dir: Path, tmp_path: Path) -> None:

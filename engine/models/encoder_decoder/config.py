@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from checkpoint.config_json import RawConfig, flag, integer, number
-from engine.models.model_config import ModelConfig, weights_dtype
+from engine.models.model_config import ModelConfig, require_few_layers, weights_dtype
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Span
 
@@ -83,14 +83,16 @@ AnyConfig = ModelConfig | EncoderDecoderConfig
 def parse_encoder_decoder(raw: RawConfig, architecture: str) -> EncoderDecoderConfig:
     """Read a config.json. Raises ConfigurationError if a key is missing or has an unsupported value."""
     activation, gated = _feed_forward(raw, architecture)
-    num_layers = integer(raw, "num_layers")
+    num_encoder_layers = integer(raw, "num_layers")
+    num_layers = integer(raw, "num_decoder_layers", default=num_encoder_layers)
+    require_few_layers(max(num_encoder_layers, num_layers))
     return EncoderDecoderConfig(
         architecture=architecture,
         vocab_size=integer(raw, "vocab_size"),
         hidden_size=integer(raw, "d_model"),
         intermediate_size=integer(raw, "d_ff"),
-        num_encoder_layers=num_layers,
-        num_layers=integer(raw, "num_decoder_layers", default=num_layers),
+        num_encoder_layers=num_encoder_layers,
+        num_layers=num_layers,
         num_heads=integer(raw, "num_heads"),
         head_dim=integer(raw, "d_kv"),
         num_buckets=integer(raw, "relative_attention_num_buckets", default=32),

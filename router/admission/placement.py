@@ -32,6 +32,9 @@ _PREFILL_STEPS_AHEAD = 2
 # keeps one of them for prompts that wait for blocks there.
 _CANARY_SLOTS = 2
 _KNOWN_AT_HOME = 0.5
+# A sequence that joins a batch costs each of its sequences about what so many prompt tokens would that are computed
+# beside them: one for each token that it will still generate, of which most will come while they run.
+_TOKENS_OF_SEQUENCE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ class Roster:
         self.state_blocks = _column(info.layout.state_blocks for info in infos)
         self.most_blocks = _most_blocks([info.layout.groups for info in infos])
         self.num_groups = _column(info.layout.groups.count for info in infos)
+        self.share_of_slot = 1 / np.maximum(1, self.max_num_seqs)
+        self.share_of_block = 1 / np.maximum(1, self.num_blocks)
         self.free_blocks = _column(view.load.free_blocks for view in self.views)
         self.num_seqs, self.held_blocks, self.unreported_blocks = (np.zeros(len(infos), np.int64) for _ in range(3))
         self.prefill_tokens, self.short_prefill_tokens = (np.zeros(len(infos), np.int64) for _ in range(2))
@@ -266,11 +271,12 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     if not fit.any():
         could_hold = max(snapshot.decode_capacities, default=0) >= query.max_total_tokens
         return NoPlacement.AWAY if could_hold else NoPlacement.TOO_LARGE
-    fit = fit & decode_has_capacity(query, decoders, snapshot.num_canary_slots)
+    blocks = _num_blocks(query, decoders)
+    fit = fit & decode_has_capacity(query, decoders, blocks, snapshot.num_canary_slots)
     if not fit.any():
         return NoPlacement.NO_DECODE_CAPACITY
     cached = query.chain.num_cached_at(decoders.views)
-    row = _choose(query, decoders, fit, decode_cost(query, decoders, cached))
+    row = _choose(query, decoders, fit, decode_cost(query, decoders, fit, cached, blocks))
     decode = decoders.views[row].info
     uncached = query.num_tokens - query.chain.num_reusable_tokens(decoders.views[row])
     locally = query.prefill_locally or decode.incarnation in snapshot.local_only
@@ -287,9 +293,9 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     return Placement(prefillers.views[_choose(query, prefillers, fit, cost)].info, decode)
 
 
-def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots: int) -> Mask:
+def decode_has_capacity(query: PlacementQuery, roster: Roster, blocks: Numbers, num_canary_slots: int) -> Mask:
     """The workers with a free slot for each sequence (canaries' slots do not count), and with free blocks for the
-    prompt plus one or two per sequence.
+    prompt, which takes `blocks`, plus one or two per sequence.
 
     More sequences than there are slots go to an empty worker. Free blocks have two lower bounds: the worker's last
     report minus blocks sent since, and all blocks minus this router's own. The first lags behind finished sequences,
@@ -297,7 +303,7 @@ def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots:
     """
     free = np.maximum(roster.free_blocks - roster.unreported_blocks, roster.num_blocks - roster.held_blocks)
     num_groups = roster.num_groups
-    needed = _num_blocks(query, roster) + (query.num_seqs - 1) * (roster.state_blocks + 2 * num_groups) + num_groups
+    needed = blocks + (query.num_seqs - 1) * (roster.state_blocks + 2 * num_groups) + num_groups
     num_slots = roster.max_num_seqs - np.minimum(num_canary_slots, roster.max_num_seqs // 2)
     num_new_seqs = np.maximum(1, np.minimum(query.num_seqs, num_slots))
     return (roster.num_seqs + num_new_seqs <= num_slots) & (free >= np.minimum(needed, roster.num_blocks))
@@ -343,19 +349,25 @@ def prefill_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Cost
     return np.where(_is_short_at(query, roster), beside_long, roster.prefill_tokens + uncached).astype(np.float64)
 
 
-def decode_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Costs:
-    """The worker's utilisation minus the cached share of the prompt; both in [0, 1].
+def decode_cost(query: PlacementQuery, roster: Roster, fit: Mask, cached: Numbers, blocks: Numbers) -> Costs:
+    """The worker's utilisation; and for each `_TOKENS_OF_SEQUENCE` prompt tokens that it lacks and another one that
+    fits has cached, once more its utilisation with this sequence, whose prompt takes `blocks`.
 
-    The conversation's home counts as if it had cached some of the prompt: it may not have reported it yet, or have it
-    on disk.
+    A token to compute delays every sequence in the batch, as a further sequence does for each token. So tokens count,
+    not their share of the prompt: a short template that all prompts have in common draws no crowd to a worker, and a
+    long conversation stays with its KV. The conversation's home counts as if it had cached some of the prompt: it may
+    not have reported it yet, or have it on disk.
     """
-    known = cached / query.num_tokens
-    row = roster.row(query.home)
-    if row is not None:
-        known[row] = max(known[row], _KNOWN_AT_HOME)
-    of_slots = roster.num_seqs / np.maximum(1, roster.max_num_seqs)
-    of_blocks = roster.held_blocks / np.maximum(1, roster.num_blocks)
-    return np.asarray(np.maximum(of_slots, of_blocks) - known, np.float64)
+    utilisation = np.maximum(roster.num_seqs * roster.share_of_slot, roster.held_blocks * roster.share_of_block)
+    known = cached.astype(np.float64)
+    home = roster.row(query.home)
+    if home is not None:
+        known[home] = max(known[home], _KNOWN_AT_HOME * query.num_tokens)
+    most = known.max(where=fit, initial=0.0)
+    if not most:
+        return np.asarray(utilisation)
+    with_this = utilisation + np.maximum(roster.share_of_slot, blocks * roster.share_of_block)
+    return np.asarray(utilisation + with_this * ((most - known) / _TOKENS_OF_SEQUENCE))
 
 
 def _num_blocks(query: PlacementQuery, roster: Roster) -> Numbers:

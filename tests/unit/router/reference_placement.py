@@ -11,6 +11,7 @@ from router.workers.membership import WorkerView, capacity_tokens
 
 _PREFILL_PASSES_AHEAD = 2
 _REPORT_DELAY_S = 0.1
+_TOKENS_OF_SEQUENCE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
         known = (view.info for view in snapshot.views if view.info.role is WorkerRole.DECODE)
         could_hold = any(capacity_tokens(info) >= query.max_total_tokens for info in known)
         return NoPlacement.AWAY if could_hold else NoPlacement.TOO_LARGE
-    decode = _choose(
-        query, [c for c in big_enough if decode_has_capacity(query, c, snapshot.num_canary_slots)], decode_cost
-    )
+    fit = [c for c in big_enough if decode_has_capacity(query, c, snapshot.num_canary_slots)]
+    most = max((num_known_tokens(query, c) for c in fit), default=0.0)
+    decode = _choose(query, fit, lambda query, c: decode_cost(query, c, most))
     if decode is None:
         return NoPlacement.NO_DECODE_CAPACITY
     prefillers = [
@@ -124,11 +125,20 @@ def prefill_cost(query: PlacementQuery, candidate: Candidate) -> float:
     return in_flight.short_prefill_tokens + uncached + min(num_long, in_flight.short_prefill_tokens + uncached)
 
 
-def decode_cost(query: PlacementQuery, candidate: Candidate) -> float:
-    """The worker's utilisation minus the cached share of the prompt; both in [0, 1]."""
+def num_known_tokens(query: PlacementQuery, candidate: Candidate) -> float:
+    """The prompt's cached tokens, at the conversation's home at least half of the prompt."""
+    at_home = query.num_tokens / 2 if candidate.info.incarnation == query.home else 0.0
+    return max(query.chain.num_cached_tokens(candidate.view), at_home)
+
+
+def decode_cost(query: PlacementQuery, candidate: Candidate, most: float) -> float:
+    """The worker's utilisation, and once more, with this sequence, for each `_TOKENS_OF_SEQUENCE` tokens that it
+    lacks of the `most` that any candidate has."""
     info, in_flight = candidate.info, candidate.in_flight
-    fullness = max(in_flight.num_seqs / max(1, info.max_num_seqs), in_flight.num_blocks / max(1, info.num_blocks))
-    return fullness - query.chain.num_cached_tokens(candidate.view) / query.num_tokens
+    slot, block = 1 / max(1, info.max_num_seqs), 1 / max(1, info.num_blocks)
+    utilisation = max(in_flight.num_seqs * slot, in_flight.num_blocks * block)
+    with_this = utilisation + max(slot, info.layout.num_blocks_for(query.num_tokens) * block)
+    return utilisation + with_this * ((most - num_known_tokens(query, candidate)) / _TOKENS_OF_SEQUENCE)
 
 
 def _choose(query: PlacementQuery, candidates: Iterable[Candidate], cost: Cost) -> Candidate | None:

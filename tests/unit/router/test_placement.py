@@ -12,6 +12,7 @@ from mesh.domain.worker import Adapter, WorkerState
 from router.admission.placement import InFlight, NoPlacement, Placement, place
 from router.admission.prefix_chain import PrefixChain
 from router.tenants import Tenant
+from router.workers.membership import WorkerView
 from tests.fakes.requests import make_request
 from tests.fakes.router_views import BLOCK, LAYOUT, decode, prefill, query, snapshot
 
@@ -251,11 +252,85 @@ def test_only_workers_with_the_adapter_are_chosen() -> None:
     assert (without_prefill.prefill, without_prefill.decode.worker_id) == (None, "b")
 
 
+def big(name: str, **changes: Any) -> WorkerView:
+    """A decode worker with 64 slots, whose KV is nowhere near full."""
+    return decode(name, **({"max_num_seqs": 64, "num_blocks": 100_000, "max_model_len": 10_000} | changes))
+
+
+def with_seqs(*num_seqs: int, blocks_of_each: int = 0) -> dict[str, InFlight]:
+    """So many sequences at d0, d1, ..."""
+    return {f"d{number}": InFlight(count, count * blocks_of_each) for number, count in enumerate(num_seqs)}
+
+
+@pytest.mark.parametrize(("num_workers", "template"), [(2, 16), (2, 48), (4, 16)])
+def test_a_template_that_prompts_share_draws_no_crowd(num_workers: int, template: int) -> None:
+    """Even if it is most of each prompt, and only one worker has it."""
+    views = [big(f"d{number}", cached=range(template if number == 0 else 0)) for number in range(num_workers)]
+    num_seqs = [0] * num_workers
+    for _ in range(16):
+        placed = place(query(template + 3), snapshot(*views, in_flight=with_seqs(*num_seqs)))
+        assert isinstance(placed, Placement)
+        num_seqs[views.index(next(view for view in views if view.info is placed.decode))] += 1
+    fair = 16 // num_workers
+    assert sum(num_seqs) == 16
+    assert max(num_seqs) <= fair * (1 + template / 128) + 1
+
+
+@pytest.mark.parametrize(
+    ("cached", "elsewhere", "num_seqs", "expected"),
+    [
+        (1024, 0, 7, "d1"),  # 1,024 tokens are worth eight sequences at an idle worker
+        (1024, 0, 9, "d0"),
+        (1024, 8, 63, "d1"),  # they would delay nine others there: 80 sequences
+        (128, 8, 16, "d1"),  # eight run there, and this one once more
+        (128, 8, 18, "d0"),
+        (3072, 0, 23, "d1"),
+        (3072, 0, 25, "d0"),
+        (9000, 0, 63, "d1"),
+        (9000, 0, 64, "d0"),  # full
+    ],
+)
+def test_a_long_conversation_stays_with_its_kv(cached: int, elsewhere: int, num_seqs: int, expected: str) -> None:
+    """Until the imbalance costs more than to compute it anew, or no slot is free."""
+    views = [big("d0"), big("d1", cached=range(cached))]
+    placed = place(query(cached + 8), snapshot(*views, in_flight=with_seqs(elsewhere, num_seqs)))
+    assert names(placed) == (None, expected)
+
+
+@pytest.mark.parametrize(("num_seqs", "expected"), [(1, "d1"), (2, "d0")])
+def test_where_kv_is_scarce_a_sequence_is_worth_its_blocks(num_seqs: int, expected: str) -> None:
+    """160 tokens are 40 of 128 blocks, and 156 cached ones are worth 1.2 sequences."""
+    views = [big("d0", num_blocks=128), big("d1", num_blocks=128, cached=range(156))]
+    in_flight = with_seqs(0, num_seqs, blocks_of_each=41)
+    assert names(place(query(160), snapshot(*views, in_flight=in_flight))) == (None, expected)
+
+
+def test_workers_of_any_size_fill_alike_with_what_all_or_none_of_them_have_cached() -> None:
+    """What only a full worker has cached counts for none."""
+    for all_have, full_has in ((0, 0), (4000, 0), (0, 4000)):
+        small, large = big("d0", max_num_seqs=8, cached=range(all_have)), big("d1", cached=range(all_have))
+        full = big("d2", cached=range(full_has))
+        for num_seqs, expected in (((1, 9), "d0"), ((1, 7), "d1")):
+            mesh = snapshot(small, large, full, in_flight=with_seqs(*num_seqs, 64))
+            assert names(place(query(4010), mesh)) == (None, expected)
+
+
+def test_a_worker_pays_for_lacking_tokens_by_its_size() -> None:
+    """256 tokens are two sequences: a quarter of a worker with eight slots, 1/32 of one with 64."""
+    small, large = big("d0", max_num_seqs=8), big("d1")
+    for cached_at, num_seqs, expected in ((0, (1, 0), "d1"), (0, (0, 0), "d0"), (1, (0, 15), "d1"), (1, (0, 17), "d0")):
+        views = [replace(view, cached=set()) for view in (small, large)]
+        views[cached_at].cached.update(block_hashes(range(256), BLOCK, "m"))  # type: ignore[union-attr]
+        assert names(place(query(260), snapshot(*views, in_flight=with_seqs(*num_seqs)))) == (None, expected)
+
+
 def test_a_session_goes_on_where_it_was() -> None:
-    mesh = snapshot(decode(), decode("d1"), in_flight={"d1": InFlight(num_seqs=1)})
-    assert names(place(query(24), mesh)) == (None, "d0")
-    assert names(place(query(24, home="d1"), mesh)) == (None, "d1")
-    assert names(place(query(24, home="gone"), mesh)) == (None, "d0")
+    """If it is long enough to be worth a batch of one more."""
+    mesh = snapshot(big("d0"), big("d1"), in_flight=with_seqs(0, 1))
+    assert names(place(query(600), mesh)) == (None, "d0")
+    assert names(place(query(600, home="d1"), mesh)) == (None, "d1")
+    assert names(place(query(600, home="gone"), mesh)) == (None, "d0")
+    assert names(place(query(24, home="d1"), mesh)) == (None, "d0")
 
 
 def test_a_session_moves_to_more_of_its_kv_or_away_from_a_full_worker() -> None:

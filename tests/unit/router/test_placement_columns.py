@@ -32,10 +32,10 @@ def views(draw: Any) -> list[WorkerView]:
                 f"w{number}",
                 state=draw(st.sampled_from([WorkerState.READY] * 5 + [WorkerState.DRAINING, WorkerState.LOST])),
                 max_num_seqs=draw(st.sampled_from([0, 1, 3, 4, 8])),
-                num_blocks=draw(st.sampled_from([2, 8, 16, 40])),
+                num_blocks=draw(st.sampled_from([2, 8, 16, 40, 200])),
                 max_batch_tokens=draw(st.sampled_from([8, 16, 32])),
                 free_blocks=draw(few),
-                cached=range(draw(st.sampled_from([0, 0, 4, 8, 24]))),
+                cached=range(draw(st.sampled_from([0, 0, 4, 8, 24, 160]))),
                 adapters=draw(st.sampled_from([(), (MINE,)])),
                 model=draw(st.sampled_from(["m"] * 9 + ["other"])),
             )
@@ -45,7 +45,7 @@ def views(draw: Any) -> list[WorkerView]:
 
 @st.composite
 def queries(draw: Any) -> PlacementQuery:
-    num_tokens = draw(st.integers(1, 30))
+    num_tokens = draw(st.one_of(st.integers(1, 30), st.integers(120, 400)))
     return query(
         num_tokens,
         max_total_tokens=num_tokens + draw(st.integers(1, 40)),
@@ -54,6 +54,7 @@ def queries(draw: Any) -> PlacementQuery:
         cut_off=draw(names),
         prefill_locally=draw(st.booleans()),
         adapter=draw(st.sampled_from(["", "", MINE.digest])),
+        home=draw(st.sampled_from(["", "w0", "w1", "w2", "gone"])),
     )
 
 

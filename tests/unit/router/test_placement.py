@@ -318,9 +318,13 @@ def test_workers_of_any_size_fill_alike_with_what_all_or_none_of_them_have_cache
 def test_a_worker_pays_for_lacking_tokens_by_its_size() -> None:
     """256 tokens are two sequences: a quarter of a worker with eight slots, 1/32 of one with 64."""
     small, large = big("d0", max_num_seqs=8), big("d1")
-    for cached_at, num_seqs, expected in ((0, (1, 0), "d1"), (0, (0, 0), "d0"), (1, (0, 15), "d1"), (1, (0, 17), "d0")):
-        views = [replace(view, cached=set()) for view in (small, large)]
-        views[cached_at].cached.update(block_hashes(range(256), BLOCK, "m"))  # type: ignore[union-attr]
+    small_has, large_has = big("d0", max_num_seqs=8, cached=range(256)), big("d1", cached=range(256))
+    for views, num_seqs, expected in (
+        ((small_has, large), (0, 0), "d0"),
+        ((small_has, large), (1, 0), "d1"),
+        ((small, large_has), (0, 15), "d1"),
+        ((small, large_has), (0, 17), "d0"),
+    ):
         assert names(place(query(260), snapshot(*views, in_flight=with_seqs(*num_seqs)))) == (None, expected)
 
 

@@ -19,10 +19,12 @@ from bench.peers.burst import gaps_ending_in
 from bench.peers.burst import summarise as summarise_burst
 from bench.peers.checkpoints import Place, places_of, row_of
 from bench.peers.compare import Row, best_ratios, count_agreement
-from bench.peers.goodput import run_rate
+from bench.peers.goodput import Load, run_rate
 from bench.peers.install import select_requirements
 from bench.peers.process import PeerFailed, PeerProcess, running
 from bench.peers.wire import Request, Wire
+from tandem_cli.load_test.figures import Slo
+from tandem_cli.load_test.jobs import Lengths
 
 ECHO = """
 import json, sys
@@ -184,7 +186,7 @@ async def test_only_whole_answers_in_time_are_good(error: Exception | None) -> N
             raise error
         yield [1] * (max_new_tokens // 2)
 
-    found = await run_rate(stream, rate=200, seconds=0.02, seed="0")
+    found = await run_rate(stream, 200, Load(Lengths(512, 64), 0.02, Slo()), seed="0")
     assert (found["num_ok"], found["slo_share"]) == ((4, 1.0) if error is None else (0, 0.0))
 
 

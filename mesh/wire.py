@@ -46,10 +46,12 @@ _KEEP: dict[KeepPriority, cache_pb2.KeepPriority] = {
 }
 _KEEP_BACK = {value: priority for priority, value in _KEEP.items()}
 
-_PLAIN_SAMPLING = (
-    *("min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+_SAMPLING_SCALARS = tuple(
+    field.name
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.has_presence and field.message_type is None
 )
+"""The optional scalars. An absent one has the default of the domain's SamplingParams, which may be None."""
 
 _PLAIN_WORKER = (
     *("worker_id", "incarnation", "address", "model", "tokenizer_fingerprint", "device", "pid", "protocol_version"),
@@ -67,17 +69,14 @@ _LAYOUT = (
 def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:
     """Set all fields, text included."""
     return sampling_pb2.SamplingParams(
-        max_new_tokens=params.max_new_tokens,
-        seed=params.seed,
         logit_bias=dict(params.logit_bias),
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         bad_words=params.bad_words,
         bad_word_ids=[sampling_pb2.TokenSequence(ids=ids) for ids in params.bad_word_ids],
-        truncate_prompt_tokens=params.truncate_prompt_tokens,
         structure=None if params.structure is None else _structure_to_proto(params.structure),
-        **{name: getattr(params, name) for name in _PLAIN_SAMPLING},
+        **{name: getattr(params, name) for name in _SAMPLING_SCALARS},
     )
 
 
@@ -86,19 +85,15 @@ def sampling_from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
     converting it; nothing else is validated.
     """
     _require_counts(message)
-    plain_fields = {name: getattr(message, name) for name in _PLAIN_SAMPLING if message.HasField(name)}
     return SamplingParams(
-        max_new_tokens=message.max_new_tokens if message.HasField("max_new_tokens") else None,
-        seed=message.seed if message.HasField("seed") else None,
         logit_bias=dict(message.logit_bias),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         bad_words=tuple(message.bad_words),
         bad_word_ids=tuple(tuple(sequence.ids) for sequence in message.bad_word_ids),
-        truncate_prompt_tokens=message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None,
         structure=_structure_from_proto(message.structure) if message.HasField("structure") else None,
-        **plain_fields,
+        **{name: getattr(message, name) for name in _SAMPLING_SCALARS if message.HasField(name)},
     )
 
 

@@ -12,31 +12,12 @@ from tandem.v1 import cache_pb2, generation_pb2, mesh_pb2, sampling_pb2
 
 _ROLES = {"prefill": mesh_pb2.WORKER_ROLE_PREFILL, "decode": mesh_pb2.WORKER_ROLE_DECODE}
 
-_SCALARS = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "truncate_prompt_tokens",
+_SAMPLING_SCALARS = tuple(
+    field.name
+    for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.message_type is None and not field.is_repeated
 )
-_OUTPUT = (
-    "top_logprobs",
-    "prompt_logprobs",
-    "echo",
-    "include_stop",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_eos",
-    "own_bytes",
-)
+_OUTPUT = tuple(field.name for field in generation_pb2.OutputOptions.DESCRIPTOR.fields)
 STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
 _INPUTS = ("prompt", "token_ids", "messages")
 
@@ -263,7 +244,7 @@ def _json(name: str, value: object) -> str:
 
 
 def _set_sampling(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str, Any]) -> None:
-    for name in _SCALARS:
+    for name in _SAMPLING_SCALARS:
         set_field(sampling, name, arguments.get(name))
     for name in ("stop", "bad_words"):
         texts = arguments.get(name, ())

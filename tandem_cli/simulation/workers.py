@@ -131,7 +131,8 @@ class ModelledPrefill(ModelledWorker):
         if self.is_draining:
             raise WorkerDraining("the worker is draining")
         sequence = SequenceState(spec, hand_over=True)
-        first_token = self._prompts[sequence.key] = self._loop.create_future()
+        first_token: asyncio.Future[SequenceOutput] = self._loop.create_future()
+        self._prompts[sequence.key] = first_token
         added_s = self._loop.time()
         self.engine.post(lambda scheduler: scheduler.add(sequence))
         try:
@@ -142,7 +143,7 @@ class ModelledPrefill(ModelledWorker):
             yield output
             if output.finish_reason is None:
                 await asyncio.sleep(max(0.0, computed_s + self._transfer_s(sequence) - self._loop.time()))
-                decode.commit(sequence.key, output.tokens[-1])
+                decode.commit(sequence.key, output.tokens[-1].id)
                 yield TransferFinished(0, self._transfer_s(sequence))
         finally:
             del self._prompts[sequence.key]

@@ -25,7 +25,7 @@ import structlog
 
 from decode_worker.session import Event, Failed, Reserved, Session, SessionEntry, Step
 from engine.loop import EngineLoop, StepResult
-from engine.sequence import SequenceKey, SequenceState
+from engine.sequence import SequenceState
 from kvtransfer import ExpectedTransfer, RankedReceiver
 from mesh.domain.errors import (
     InvalidRequest,
@@ -37,7 +37,7 @@ from mesh.domain.errors import (
 )
 from mesh.domain.kv import KVLayout
 from mesh.domain.request import SequenceSpec
-from mesh.domain.tokens import SequenceFailure, failure_of
+from mesh.domain.tokens import SequenceFailure, SequenceKey, failure_of
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import DecodeMetrics
 from worker.tracing import begin_span

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from engine.sequence import SequenceKey, SequenceState
+from engine.sequence import SequenceState
 from mesh.domain.errors import Overloaded
-from mesh.domain.tokens import SequenceFailure, SequenceOutput
+from mesh.domain.tokens import SequenceFailure, SequenceKey, SequenceOutput
 
 # Steps that a router may lag behind before its session ends: half a minute and more at tens of milliseconds a step.
 MAX_UNSENT_EVENTS = 1024

@@ -6,7 +6,8 @@ A batch is in flight from `schedule` to `update`. There may be as many as the mo
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.sequence import SequenceKey, SequenceState
+from engine.sequence import SequenceState
+from mesh.domain.tokens import SequenceKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,10 @@ from engine.batch import BatchesInFlight, ScheduledBatch, ScheduledSequence, bat
 from engine.kv.block_pool import BlockPool
 from engine.kv.block_tables import BlockTables, EvictedBlocks
 from engine.runner import RunnerOutput
-from engine.sequence import SequenceKey, SequenceState, SequenceStatus
+from engine.sequence import SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import InvalidRequest, MeshError, TooLarge, WorkerBusy
-from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
+from mesh.domain.tokens import FinishReason, SampledToken, SequenceKey, SequenceOutput
 from mesh.domain.worker import WorkerLoad
 
 

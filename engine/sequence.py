@@ -14,8 +14,7 @@ from enum import Enum, auto
 
 from mesh.domain.kv import BlockHash
 from mesh.domain.request import SequenceSpec
-from mesh.domain.tokens import FinishReason, PromptLogprob
-from mesh.domain.tokens import SequenceKey as SequenceKey
+from mesh.domain.tokens import FinishReason, PromptLogprob, SequenceKey
 
 
 class BlockPayloads(dict[BlockHash, bytes]):

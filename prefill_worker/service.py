@@ -24,13 +24,13 @@ from opentelemetry.trace import Span as TraceSpan
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.loop import EngineLoop, StepResult
-from engine.sequence import SequenceKey, SequenceState
+from engine.sequence import SequenceState
 from kvtransfer import Outgoing, RankedSender, TransferSpec
 from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, WorkerDraining
 from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted, TransferFinished
 from mesh.domain.request import SequenceSpec
-from mesh.domain.tokens import SequenceOutput, failure_of
+from mesh.domain.tokens import SequenceKey, SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
 from mesh.tasks import call_on
 from mesh.tracing import end_span, mark_failed

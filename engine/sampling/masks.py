@@ -17,8 +17,9 @@ from llguidance import LLMatcher
 
 from checkpoint.grammar import GrammarCompiler
 from engine.device_copies import Arrays
-from engine.sequence import SequenceKey, SequenceState
+from engine.sequence import SequenceState
 from mesh.domain.request import Structure
+from mesh.domain.tokens import SequenceKey
 
 
 @dataclass(eq=False, slots=True)

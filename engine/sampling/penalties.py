@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device_copies import Arrays, Tensors
-from engine.sequence import SequenceKey, SequenceState
+from engine.sequence import SequenceState
+from mesh.domain.tokens import SequenceKey
 
 # Beyond what models compute. Tiny penalties would make infinity of logits, and a temperature NaN of that.
 _LARGEST = 1e30

@@ -20,9 +20,10 @@ import structlog
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.runner import Runner
-from engine.sequence import SequenceKey, SequenceState
+from engine.sequence import SequenceState
 from engine.speculation.cost import CostFit, StepCost
 from mesh.domain.kv_groups import NO_BLOCK
+from mesh.domain.tokens import SequenceKey
 
 log = structlog.get_logger(__name__)
 

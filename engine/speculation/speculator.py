@@ -11,9 +11,10 @@ from dataclasses import replace
 from engine.batch import ScheduledBatch, ScheduledSequence, batch_order
 from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler
-from engine.sequence import SequenceKey, SequenceState
+from engine.sequence import SequenceState
 from engine.speculation.cost import Acceptance, CostFit, DraftCosts, plan_lengths
 from engine.speculation.drafters import Drafter, Drafts
+from mesh.domain.tokens import SequenceKey
 
 # Prior acceptance rate of a draft, before the first one and after long pauses.
 _PRIOR_RATE = 0.8

@@ -11,9 +11,10 @@ from engine.kv.block_pool import BlockPool
 from engine.loop import Engine, StepResult
 from engine.runner import FinishBatch, LayerHook
 from engine.scheduler import Scheduler
-from engine.sequence import SequenceKey, SequenceState
+from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
 from engine.speculation.drafters import NgramDrafter
+from mesh.domain.tokens import SequenceKey
 from tests.fakes.drafters import eager_speculator
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_continuation

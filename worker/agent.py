@@ -15,7 +15,7 @@ import structlog
 
 from mesh import wire
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, Unauthenticated
-from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.durations import duration_from_proto
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
@@ -229,38 +229,3 @@ class RegistryAgent:
 def _is_final(error: MeshError) -> bool:
     """Return True if a retry cannot help, because the operator must change something."""
     return isinstance(error, LayoutMismatch | Unauthenticated | InvalidRequest)
-
-
-class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """The Worker gRPC service: identity and load, for routers that get no heartbeats of this worker; draining, and the
-    change of its role."""
-
-    def __init__(
-        self,
-        info: WorkerInfo,
-        source: ReportSource,
-        set_draining: Callable[[bool], Awaitable[None]],
-        switch_role: Callable[[WorkerRole], Awaitable[None]],
-    ) -> None:
-        self._info = info
-        self._source = source
-        self._set_draining = set_draining
-        self._switch_role = switch_role
-
-    async def GetWorker(
-        self, request: worker_pb2.GetWorkerRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.GetWorkerResponse:
-        load = await self._source.load()
-        return worker_pb2.GetWorkerResponse(record=wire.worker_to_proto(self._info), load=wire.load_to_proto(load))
-
-    async def SetDraining(
-        self, request: worker_pb2.SetDrainingRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.SetDrainingResponse:
-        await self._set_draining(request.draining)
-        return worker_pb2.SetDrainingResponse()
-
-    async def SwitchRole(
-        self, request: worker_pb2.SwitchRoleRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.SwitchRoleResponse:
-        await self._switch_role(wire.role_from_proto(request.role))
-        return worker_pb2.SwitchRoleResponse()

@@ -28,9 +28,10 @@ from mesh.process import announce
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
-from worker.agent import CacheSnapshot, RegistryAgent, Report, WorkerServicer
+from worker.agent import CacheSnapshot, RegistryAgent, Report
 from worker.metrics import WorkerMetrics
 from worker.ranks.watch import log_ranks
+from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

@@ -27,8 +27,9 @@ from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
 from tests.unit.router.test_membership import INFO
 from tests.waiting import LIMIT_S, until, until_told
-from worker.agent import RegistryAgent, WorkerServicer
+from worker.agent import RegistryAgent
 from worker.redis_agent import RedisAgent
+from worker.servicer import WorkerServicer
 
 
 def beat(**load: Any) -> worker_pb2.RegisterRequest:

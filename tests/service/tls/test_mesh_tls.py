@@ -38,7 +38,8 @@ from tests.service.fake_router import fake_router
 from tests.service.mesh.test_registry import FakeEngine
 from tests.service.worker_rig import MESH_KEY, worker_rig
 from tests.unit.router.test_membership import INFO
-from worker.agent import RegistryAgent, WorkerServicer
+from worker.agent import RegistryAgent
+from worker.servicer import WorkerServicer
 
 SOON_S = 5.0
 PROMPT = [65, 66, 67]

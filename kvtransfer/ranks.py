@@ -3,8 +3,8 @@
     PrefillService ──▶ RankedSender    from each rank a shard to each rank of the decode worker that needs its KV
     DecodeService  ──▶ RankedReceiver  each rank takes its part; committed once all have theirs
 
-KV goes from rank to rank, as described in `__init__.py`: a conversation for each shard. The requests to a rank go
-over the connection of `protos/mesh/v1/rank.proto`. The worker ends if it loses a rank.
+KV goes from rank to rank, as described in `__init__.py`: a conversation for each shard. Orders to a rank go over
+the connection of `protos/mesh/v1/rank.proto`. The worker ends if it loses a rank.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ class RankPeer(Protocol):
         """The address of its machine as the leader sees it."""
         ...
 
-    def ask(self, request: rank_pb2.KvOrder) -> "Future[rank_pb2.KvReport]":
-        """Number the request and send it. The result raises the MeshError with which it failed, and WorkerLost if the
+    def ask(self, order: rank_pb2.KvOrder) -> "Future[rank_pb2.KvReport]":
+        """Number the order and send it. The result raises the MeshError with which it failed, and WorkerLost if the
         rank is lost.
         """
         ...
 
-    def tell(self, request: rank_pb2.KvOrder) -> None:
-        """Send a request that has no answer."""
+    def tell(self, order: rank_pb2.KvOrder) -> None:
+        """Send an order that has no answer."""
         ...
 
 
@@ -57,7 +57,7 @@ class RemoteShard:
 
     def __init__(self, rank: RankPeer, spec: TransferSpec) -> None:
         self._rank = rank
-        request = rank_pb2.KvOrder(
+        order = rank_pb2.KvOrder(
             send=rank_pb2.KvSend(
                 transfer_id=spec.transfer_id,
                 attempt=spec.attempt,
@@ -68,8 +68,8 @@ class RemoteShard:
                 span=span_to_proto(spec.span),
             )
         )
-        self._answer = _answer(rank.ask(request))
-        self._number = request.number
+        self._answer = _answer(rank.ask(order))
+        self._number = order.number
 
     def announce(self, blocks: Span, layers: Span) -> None:
         announced = rank_pb2.KvAnnounce(
@@ -193,7 +193,7 @@ Outgoing = OutgoingTransfer | OutgoingShards
 @dataclass(slots=True)
 class _Expected:
     """A transfer that comes to several ranks. `own`: the first token, as it came with this process's part. `parts`:
-    other ranks with the numbers of their requests.
+    other ranks with the numbers of their orders.
     """
 
     own: "asyncio.Future[int]"
@@ -230,10 +230,10 @@ class RankedReceiver:
         self._expected[expected.transfer_id] = transfer
         registered, tokens = [], [transfer.own]
         for rank in self._ranks:
-            request = rank_pb2.KvOrder(expect=_expect_to_proto(expected))
-            registered.append(_answer(rank.ask(request)))
-            transfer.parts.append((rank, request.number))
-            collected = rank.ask(rank_pb2.KvOrder(collect=rank_pb2.KvCollect(expect=request.number)))
+            order = rank_pb2.KvOrder(expect=_expect_to_proto(expected))
+            registered.append(_answer(rank.ask(order)))
+            transfer.parts.append((rank, order.number))
+            collected = rank.ask(rank_pb2.KvOrder(collect=rank_pb2.KvCollect(expect=order.number)))
             tokens.append(asyncio.ensure_future(_first_token_id(_answer(collected))))
         transfer.task = asyncio.create_task(self._follow(expected.transfer_id, transfer, tokens))
         await asyncio.gather(*registered)

@@ -241,7 +241,7 @@ class JoinedRank:
                 await self._group.call.write(request)
 
     async def _hold_kv(self, cache: KVCache) -> None:
-        """Do what the leader asks about KV, until the call ends."""
+        """Follow the leader's orders about KV, until the call ends."""
         host, port = self._settings.leader_address
         tls = self._settings.leader_credentials().tls
         error: Exception = WorkerLost("the leader has ended the call about KV")
@@ -252,12 +252,12 @@ class JoinedRank:
                 call: Any = rank_pb2_grpc.RanksStub(channel).HoldKv(metadata=self._metadata)
                 hello = rank_pb2.KvReport(rank=self._settings.rank, group=self._group.setup.group)
                 await call.write(hello)
-                answers: asyncio.Queue[rank_pb2.KvReport] = asyncio.Queue()
-                self._kv = RankKV(cache, self._settings, self._group.host, answers.put_nowait)
+                reports: asyncio.Queue[rank_pb2.KvReport] = asyncio.Queue()
+                self._kv = RankKV(cache, self._settings, self._group.host, reports.put_nowait)
                 async with asyncio.TaskGroup() as tasks:
-                    writing = tasks.create_task(_write_all(call, answers))
-                    while (request := await call.read()) is not grpc.aio.EOF:
-                        self._kv.handle(request)
+                    writing = tasks.create_task(_write_all(call, reports))
+                    while (order := await call.read()) is not grpc.aio.EOF:
+                        self._kv.handle(order)
                     writing.cancel()
         except* (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass
@@ -348,6 +348,6 @@ def _message(response: rank_pb2.JoinResponse) -> int | StepMessage | BlockCopy:
             raise ValueError(f"the leader sent {other}")
 
 
-async def _write_all(call: Any, answers: "asyncio.Queue[rank_pb2.KvReport]") -> None:
+async def _write_all(call: Any, reports: "asyncio.Queue[rank_pb2.KvReport]") -> None:
     while True:
-        await call.write(await answers.get())
+        await call.write(await reports.get())

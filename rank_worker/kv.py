@@ -37,17 +37,17 @@ class _Expected:
 
 
 class RankKV:
-    """Does what the leader asks about the KV in `cache`, on the event loop. `host` is this machine's address at which
-    prefill workers reach it. `answer` sends an answer to the leader.
+    """Follows the leader's orders about the KV in `cache`, on the event loop. `host` is this machine's address at which
+    prefill workers reach it. `report` sends what came of an order to the leader.
     """
 
     def __init__(
-        self, cache: KVCache, settings: RankSettings, host: str, answer: Callable[[rank_pb2.KvReport], None]
+        self, cache: KVCache, settings: RankSettings, host: str, report: Callable[[rank_pb2.KvReport], None]
     ) -> None:
         self._cache = cache
         self._settings = settings
         self._host = host
-        self._answer = answer
+        self._report = report
         self._sender: KVSender | None = None
         self._receiver: KVReceiver | None = None
         self._server: Server | None = None
@@ -55,30 +55,30 @@ class RankKV:
         self._expected: dict[int, _Expected] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def handle(self, request: rank_pb2.KvOrder) -> None:
-        """Begin to do it; answers come later. Raises ValueError for a request that the rank does not expect."""
-        number = request.number
-        match request.WhichOneof("request"):
+    def handle(self, order: rank_pb2.KvOrder) -> None:
+        """Begin to do it; answers come later. Raises ValueError for an order that the rank does not expect."""
+        number = order.number
+        match order.WhichOneof("request"):
             case "setup":
-                self._spawn(number, self._set_up(request.setup))
+                self._spawn(number, self._set_up(order.setup))
             case "clear":
-                self._spawn(number, self._clear(request.clear))
+                self._spawn(number, self._clear(order.clear))
             case "expect":
-                self._spawn(number, self._expect(number, request.expect))
+                self._spawn(number, self._expect(number, order.expect))
             case "collect":
-                self._spawn(number, self._collect(request.collect.expect))
+                self._spawn(number, self._collect(order.collect.expect))
             case "send":
-                self._send(number, request.send)
+                self._send(number, order.send)
             case "announce":
-                announced = request.announce
+                announced = order.announce
                 if (transfer := self._sends.get(announced.send)) is not None:
                     blocks = Span(announced.first_block, announced.num_blocks)
                     transfer.announce(blocks, Span(announced.first_layer, announced.num_layers))
             case "finish":
-                if (transfer := self._sends.get(request.finish.send)) is not None:
-                    transfer.finish(request.finish.num_tokens, request.finish.first_token.id)
+                if (transfer := self._sends.get(order.finish.send)) is not None:
+                    transfer.finish(order.finish.num_tokens, order.finish.first_token.id)
             case "abort":
-                self._spawn(number, self._abort(request.abort.request))
+                self._spawn(number, self._abort(order.abort.request))
             case other:
                 raise ValueError(f"the leader sent {other}")
 
@@ -181,14 +181,14 @@ class RankKV:
 
     async def _run(self, number: int, coroutine: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
         try:
-            answer = await coroutine
+            report = await coroutine
         except MeshError as error:
-            answer = _failed(error)
+            report = _failed(error)
         except Exception as error:
-            log.error("a request about KV failed", exc_info=error)
-            answer = _failed(WorkerLost(f"{type(error).__name__}: {error}; the rank's log has the details"))
-        answer.number = number
-        self._answer(answer)
+            log.error("an order about KV failed", exc_info=error)
+            report = _failed(WorkerLost(f"{type(error).__name__}: {error}; the rank's log has the details"))
+        report.number = number
+        self._report(report)
 
 
 def _failed(error: MeshError) -> rank_pb2.KvReport:

@@ -1,4 +1,4 @@
-"""One rank's connection as the leader sees it: messages to the rank, its reports, and requests about its KV."""
+"""One rank's connection as the leader sees it: messages to the rank, its reports, and orders about its KV."""
 
 import ipaddress
 import itertools
@@ -29,7 +29,7 @@ class RankLink:
         self.reports: dict[str, rank_pb2.JoinRequest] = {}
         self.error: MeshError | None = None
         self._messages: SimpleQueue[rank_pb2.JoinResponse | None] = SimpleQueue()
-        self._kv_requests: SimpleQueue[rank_pb2.KvOrder | None] = SimpleQueue()
+        self._kv_orders: SimpleQueue[rank_pb2.KvOrder | None] = SimpleQueue()
         self._numbers = itertools.count(1)
         self._answers: dict[int, Future[rank_pb2.KvReport]] = {}
         self._lock = threading.Lock()
@@ -39,8 +39,8 @@ class RankLink:
     def messages(self) -> Iterator[rank_pb2.JoinResponse]:
         return iter(self._messages.get, None)
 
-    def kv_requests(self) -> Iterator[rank_pb2.KvOrder]:
-        return iter(self._kv_requests.get, None)
+    def kv_orders(self) -> Iterator[rank_pb2.KvOrder]:
+        return iter(self._kv_orders.get, None)
 
     def claim_kv(self) -> bool:
         """True for the first call after the rank was admitted: its KV has one connection."""
@@ -53,31 +53,31 @@ class RankLink:
     def send(self, message: rank_pb2.JoinResponse) -> None:
         self._messages.put(message)
 
-    def ask(self, request: rank_pb2.KvOrder) -> "Future[rank_pb2.KvReport]":
+    def ask(self, order: rank_pb2.KvOrder) -> "Future[rank_pb2.KvReport]":
         answer: Future[rank_pb2.KvReport] = Future()
         answer.set_running_or_notify_cancel()  # a task that waits for it may be cancelled, not the answer
         with self._lock:
-            request.number = next(self._numbers)
+            order.number = next(self._numbers)
             if self._has_ended:
                 answer.set_exception(self._lost())
                 return answer
-            self._answers[request.number] = answer
-            self._kv_requests.put(request)
+            self._answers[order.number] = answer
+            self._kv_orders.put(order)
         return answer
 
-    def tell(self, request: rank_pb2.KvOrder) -> None:
-        request.number = next(self._numbers)
-        self._kv_requests.put(request)
+    def tell(self, order: rank_pb2.KvOrder) -> None:
+        order.number = next(self._numbers)
+        self._kv_orders.put(order)
 
-    def answer(self, request: rank_pb2.KvReport) -> None:
+    def answer(self, report: rank_pb2.KvReport) -> None:
         with self._lock:
-            answer = self._answers.pop(request.number, None)
+            answer = self._answers.pop(report.number, None)
         if answer is None:
             return
-        if request.HasField("failed"):
-            answer.set_exception(named_error(request.failed.error, request.failed.reason))
+        if report.HasField("failed"):
+            answer.set_exception(named_error(report.failed.error, report.failed.reason))
         else:
-            answer.set_result(request)
+            answer.set_result(report)
 
     def fail(self, failed: rank_pb2.RankFailed) -> None:
         cls = ConfigurationError if failed.is_configuration else WorkerLost
@@ -91,7 +91,7 @@ class RankLink:
         for answer in answers.values():
             answer.set_exception(self._lost())
         self._messages.put(None)
-        self._kv_requests.put(None)
+        self._kv_orders.put(None)
 
     def _lost(self) -> MeshError:
         return self.error or WorkerLost(f"rank {self.rank} ({self.host}) is lost")
@@ -102,10 +102,10 @@ def set_up_kv(links: Sequence[RankLink], settings: WorkerSettings, info: WorkerI
     without address; nothing for other workers. Raises MeshError.
     """
     takes_kv = info.role is WorkerRole.DECODE
-    request = rank_pb2.KvSetup(
+    setup = rank_pb2.KvSetup(
         transports=settings.transports, worker_id=info.worker_id, incarnation=info.incarnation if takes_kv else ""
     )
-    answers = [(link, link.ask(rank_pb2.KvOrder(setup=request))) for link in links]
+    answers = [(link, link.ask(rank_pb2.KvOrder(setup=setup))) for link in links]
     ports = [(link, answer.result().port) for link, answer in answers]
     if not takes_kv or not links:
         return ()

@@ -125,8 +125,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
 
     def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
         clear = rank_pb2.KvClear(block_ids=block_ids, first_token=first_token)
-        requests = [rank_pb2.KvOrder(clear=clear) for _ in self._links]
-        for answer in [link.ask(request) for link, request in zip(self._links.values(), requests, strict=True)]:
+        for answer in [link.ask(rank_pb2.KvOrder(clear=clear)) for link in self._links.values()]:
             answer.result()
 
     @property
@@ -178,7 +177,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     def HoldKv(
         self, request_iterator: Iterator[rank_pb2.KvReport], context: grpc.ServicerContext
     ) -> Iterator[rank_pb2.KvOrder]:
-        """The leader's requests about the KV of one rank."""
+        """The leader's orders about the KV of one rank."""
         with self._answering(context):
             try:
                 first = next(request_iterator, rank_pb2.KvReport())
@@ -191,7 +190,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             if not context.add_callback(partial(self._end, link)):
                 self._end(link)
             threading.Thread(target=self._read_kv, args=(link, request_iterator), daemon=True).start()
-            yield from link.kv_requests()
+            yield from link.kv_orders()
 
     def PutNote(self, request: rank_pb2.PutNoteRequest, context: grpc.ServicerContext) -> rank_pb2.PutNoteResponse:
         """Write a note for all ranks."""
@@ -273,10 +272,10 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         finally:
             self._end(link)
 
-    def _read_kv(self, link: RankLink, requests: Iterator[rank_pb2.KvReport]) -> None:
+    def _read_kv(self, link: RankLink, reports: Iterator[rank_pb2.KvReport]) -> None:
         try:
-            for request in requests:
-                link.answer(request)
+            for report in reports:
+                link.answer(report)
         except grpc.RpcError:
             pass
         finally:

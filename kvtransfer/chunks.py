@@ -1,8 +1,8 @@
-"""Chunks: ranges of (layer, head, block position), how they are cut and checksummed, and which have arrived.
+"""Chunks and their extents: (layer, head, block position) cells, how they are cut and checksummed, which have arrived.
 
-A chunk's xxh3-64 is seeded with a hash of transfer id, attempt, sequence number, the ranges of blocks, layers and
-heads, and length. Correct bytes of another transfer, attempt or range therefore fail verification. This guards against
-faults, not against a malicious sender: senders are authenticated.
+A chunk's xxh3-64 is seeded with a hash of transfer id, attempt, sequence number, extent and length. Correct bytes of
+another transfer, attempt or extent therefore fail verification. This guards against faults, not against a malicious
+sender: senders are authenticated.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _FOLD = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRange:
+class Extent:
     """Some block positions of some layers and KV heads."""
 
     blocks: Span
@@ -32,11 +32,11 @@ class ChunkRange:
         return self.blocks.count * self.span.num_layer_heads * layout.cell_bytes
 
     def is_inside(self, blocks: Span, span: KVSpan) -> bool:
-        """Return True if the range is not empty and lies within these block positions, layers and heads."""
+        """Return True if the extent is not empty and lies within these block positions, layers and heads."""
         return self.blocks.is_inside(blocks) and self.span.is_inside(span)
 
-    def joined(self, other: "ChunkRange") -> "ChunkRange | None":
-        """Return the union if `other` continues this range in layers or in blocks, else None."""
+    def joined(self, other: "Extent") -> "Extent | None":
+        """Return the union if `other` continues this extent in layers or in blocks, else None."""
         if self.span.heads != other.span.heads:
             return None
         layers, other_layers = self.span.layers, other.span.layers
@@ -46,39 +46,39 @@ class ChunkRange:
             return replace(self, blocks=Span(self.blocks.first, self.blocks.count + other.blocks.count))
         return None
 
-    def split_layers(self, num_layers: int) -> "tuple[ChunkRange, ChunkRange]":
+    def split_layers(self, num_layers: int) -> "tuple[Extent, Extent]":
         """Return the first `num_layers` layers and the remaining ones."""
         head, tail = self.span.layers.split(num_layers)
         return self._with_layers(head), self._with_layers(tail)
 
-    def split_blocks(self, num_blocks: int) -> "tuple[ChunkRange, ChunkRange]":
+    def split_blocks(self, num_blocks: int) -> "tuple[Extent, Extent]":
         """Return the first `num_blocks` blocks and the remaining ones."""
         head, tail = self.blocks.split(num_blocks)
         return replace(self, blocks=head), replace(self, blocks=tail)
 
-    def _with_layers(self, layers: Span) -> "ChunkRange":
-        return ChunkRange(self.blocks, KVSpan(layers, self.span.heads))
+    def _with_layers(self, layers: Span) -> "Extent":
+        return Extent(self.blocks, KVSpan(layers, self.span.heads))
 
 
-class RangeQueue:
-    """Announced ranges that have not been taken. Small adjacent ranges are joined, large ones are cut."""
+class ExtentQueue:
+    """Announced extents that have not been taken. Small adjacent ones are joined, large ones are cut."""
 
     def __init__(self, layer_block_bytes: int, max_bytes: int) -> None:
         self._max_layer_blocks = max(1, max_bytes // layer_block_bytes)
-        self._pieces: deque[ChunkRange] = deque()
+        self._extents: deque[Extent] = deque()
         self._changed = asyncio.Event()
         self._is_finished = False
 
     def __bool__(self) -> bool:
-        return bool(self._pieces)
+        return bool(self._extents)
 
-    def add(self, piece: ChunkRange) -> None:
-        """Append `piece`, or join it to the last range if it continues that range."""
-        joined = self._pieces[-1].joined(piece) if self._pieces else None
+    def add(self, extent: Extent) -> None:
+        """Append `extent`, or join it to the last one if it continues that."""
+        joined = self._extents[-1].joined(extent) if self._extents else None
         if joined is None:
-            self._pieces.append(piece)
+            self._extents.append(extent)
         else:
-            self._pieces[-1] = joined
+            self._extents[-1] = joined
         self._changed.set()
 
     def finish(self) -> None:
@@ -87,25 +87,25 @@ class RangeQueue:
         self._changed.set()
 
     async def wait(self) -> bool:
-        """Return True once there is a range to take, False once the queue is finished and empty."""
-        while not self._pieces:
+        """Return True once there is an extent to take, False once the queue is finished and empty."""
+        while not self._extents:
             if self._is_finished:
                 return False
             self._changed.clear()
             await self._changed.wait()
         return True
 
-    def take(self) -> ChunkRange:
-        """Remove and return the range of the next chunk: whole layers if they fit, else a part of one layer."""
-        piece = self._pieces.popleft()
-        max_layers = max(1, self._max_layer_blocks // piece.blocks.count)
-        if piece.span.layers.count > max_layers:
-            piece, tail = piece.split_layers(max_layers)
-            self._pieces.appendleft(tail)
-        if piece.blocks.count * piece.span.layers.count > self._max_layer_blocks:
-            piece, tail = piece.split_blocks(self._max_layer_blocks)
-            self._pieces.appendleft(tail)
-        return piece
+    def take(self) -> Extent:
+        """Remove and return the extent of the next chunk: whole layers if they fit, else a part of one layer."""
+        extent = self._extents.popleft()
+        max_layers = max(1, self._max_layer_blocks // extent.blocks.count)
+        if extent.span.layers.count > max_layers:
+            extent, tail = extent.split_layers(max_layers)
+            self._extents.appendleft(tail)
+        if extent.blocks.count * extent.span.layers.count > self._max_layer_blocks:
+            extent, tail = extent.split_blocks(self._max_layer_blocks)
+            self._extents.appendleft(tail)
+        return extent
 
 
 class Coverage:
@@ -116,17 +116,17 @@ class Coverage:
         self._span = span
         self._seen = np.zeros((span.layers.count, span.heads.count, blocks.count), dtype=np.bool_)
 
-    def claim(self, piece: ChunkRange) -> None:
-        """Mark `piece` as arrived. Raises TransferCorrupt if it is empty, outside, or overlaps an earlier piece."""
-        if not piece.is_inside(self._blocks, self._span):
-            raise TransferCorrupt(f"{piece} is outside of the reservation")
+    def claim(self, extent: Extent) -> None:
+        """Mark `extent` as arrived. Raises TransferCorrupt if it is empty, outside, or overlaps an earlier one."""
+        if not extent.is_inside(self._blocks, self._span):
+            raise TransferCorrupt(f"{extent} is outside of the reservation")
         cells = self._seen[
-            piece.span.layers.slice_in(self._span.layers),
-            piece.span.heads.slice_in(self._span.heads),
-            piece.blocks.slice_in(self._blocks),
+            extent.span.layers.slice_in(self._span.layers),
+            extent.span.heads.slice_in(self._span.heads),
+            extent.blocks.slice_in(self._blocks),
         ]
         if cells.any():
-            raise TransferCorrupt(f"{piece} has arrived before, in part or in full")
+            raise TransferCorrupt(f"{extent} has arrived before, in part or in full")
         cells[:] = True
 
     def require_full(self) -> None:
@@ -141,9 +141,9 @@ def transfer_seed(transfer_id: str, attempt: int) -> int:
     return xxhash.xxh3_64_intdigest(transfer_id.encode(), seed=attempt)
 
 
-def chunk_seed(seed: int, sequence_number: int, chunk_range: ChunkRange, num_bytes: int) -> int:
+def chunk_seed(seed: int, sequence_number: int, extent: Extent, num_bytes: int) -> int:
     """Return the seed of the checksum of one chunk; `seed` is the transfer's."""
-    axes = (chunk_range.blocks, chunk_range.span.layers, chunk_range.span.heads)
+    axes = (extent.blocks, extent.span.layers, extent.span.heads)
     bounds = [number for axis in axes for number in (axis.first, axis.count)]
     identity = _RANGE.pack(sequence_number, *bounds, num_bytes)
     return xxhash.xxh3_64_intdigest(identity, seed=seed)

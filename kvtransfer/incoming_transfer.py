@@ -13,7 +13,7 @@ transfer has failed once none of them is written any more.
 
 from dataclasses import dataclass
 
-from kvtransfer.chunks import ChunkRange, Coverage, Digest, chunk_seed, transfer_seed
+from kvtransfer.chunks import Coverage, Digest, Extent, chunk_seed, transfer_seed
 from kvtransfer.messages import Commit, TransferChunk, TransferOpen
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
@@ -104,9 +104,9 @@ class TransferChecks:
         if commit.digest != self._digest.value:
             raise TransferCorrupt("the digest of all chunks does not match")
 
-    def block_ids(self, chunk_range: ChunkRange) -> tuple[int, ...]:
-        """Return this worker's block ids for the block positions of `chunk_range`."""
-        return self.expected.block_ids[chunk_range.blocks.first : chunk_range.blocks.end]
+    def block_ids(self, extent: Extent) -> tuple[int, ...]:
+        """Return this worker's block ids for the block positions of `extent`."""
+        return self.expected.block_ids[extent.blocks.first : extent.blocks.end]
 
 
 class IncomingShards:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from kvtransfer.chunks import ChunkRange
+from kvtransfer.chunks import Extent
 from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import InvalidRequest, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
@@ -58,10 +58,10 @@ class TransferOpen:
 
 @dataclass(frozen=True, slots=True)
 class TransferChunk:
-    """The KV of the range `extent`. The payload is inline or in the transport's memory."""
+    """The KV of `extent`. The payload is inline or in the transport's memory."""
 
     sequence_number: int
-    extent: ChunkRange
+    extent: Extent
     num_bytes: int
     checksum: int
     payload: Payload
@@ -267,7 +267,7 @@ def _open_from_proto(message: pb.TransferOpen) -> TransferOpen:
 def _chunk_from_proto(message: pb.TransferChunk, payload: bytes | memoryview) -> TransferChunk:
     return TransferChunk(
         sequence_number=message.sequence_number,
-        extent=ChunkRange(
+        extent=Extent(
             Span(message.first_block, message.num_blocks),
             KVSpan(Span(message.first_layer, message.num_layers), Span(message.first_head, message.num_heads)),
         ),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from kvtransfer.chunks import ChunkRange, Digest, RangeQueue, chunk_seed, transfer_seed
+from kvtransfer.chunks import Digest, Extent, ExtentQueue, chunk_seed, transfer_seed
 from kvtransfer.messages import (
     Ack,
     Commit,
@@ -95,7 +95,7 @@ class OutgoingConversation:
         self._spec = spec
         self._resources = resources
         layer_block_bytes = spec.span.heads.count * resources.store.layout.cell_bytes
-        self._announced = RangeQueue(layer_block_bytes, resources.settings.chunk_bytes)
+        self._announced = ExtentQueue(layer_block_bytes, resources.settings.chunk_bytes)
         self._prompt_end: _PromptEnd | None = None
         self._layout = resources.store.layout
         self._seed = transfer_seed(spec.transfer_id, spec.attempt)
@@ -111,9 +111,9 @@ class OutgoingConversation:
         self._is_committing = False
         self._watchdog = Watchdog(resources.settings)
 
-    def announce(self, piece: ChunkRange) -> None:
+    def announce(self, extent: Extent) -> None:
         """Queue KV that is in the store and final."""
-        self._announced.add(piece)
+        self._announced.add(extent)
 
     def finish(self, num_tokens: int, first_token_id: int) -> None:
         """Commit once all announced KV has been sent. Only the first call has an effect."""
@@ -212,9 +212,9 @@ class OutgoingConversation:
         number = 0
         while await self._announced.wait():
             await credit.acquire()
-            chunk_range = self._announced.take()  # after the wait for credit, which lets small ranges join
-            slot = self._slots[number] = await path.acquire(chunk_range.num_bytes(self._layout))
-            self._queue(call, partial(self._fill, slot, number, chunk_range), tasks)
+            extent = self._announced.take()  # after the wait for credit, which lets small extents join
+            slot = self._slots[number] = await path.acquire(extent.num_bytes(self._layout))
+            self._queue(call, partial(self._fill, slot, number, extent), tasks)
             number += 1
         self._queue(call, self._commit, tasks)
 
@@ -238,16 +238,16 @@ class OutgoingConversation:
             self._watchdog.on_request()
             call.send(request)
 
-    def _fill(self, slot: Slot, number: int, chunk_range: ChunkRange) -> bytes:
+    def _fill(self, slot: Slot, number: int, extent: Extent) -> bytes:
         """Copy KV from the store into the slot; returns the chunk."""
-        block_ids = self._spec.block_ids[chunk_range.blocks.first : chunk_range.blocks.end]
+        block_ids = self._spec.block_ids[extent.blocks.first : extent.blocks.end]
         buffer = slot.buffer()
-        seed = chunk_seed(self._seed, number, chunk_range, len(buffer))
-        checksum = self._resources.store.copy_out(block_ids, chunk_range.span, buffer, seed)
+        seed = chunk_seed(self._seed, number, extent, len(buffer))
+        checksum = self._resources.store.copy_out(block_ids, extent.span, buffer, seed)
         self._digest.add(checksum)
         self._num_chunks += 1
         self._num_bytes += len(buffer)
-        return request_to_bytes(TransferChunk(number, chunk_range, len(buffer), checksum, slot.seal()))
+        return request_to_bytes(TransferChunk(number, extent, len(buffer), checksum, slot.seal()))
 
     def _commit(self) -> bytes:
         end = self._prompt_end

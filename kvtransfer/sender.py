@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from kvtransfer.chunks import ChunkRange
+from kvtransfer.chunks import Extent
 from kvtransfer.outgoing_conversation import OutgoingConversation, SenderResources, TransferResult, TransferSpec
 from kvtransfer.push_call import ChannelPool
 from kvtransfer.settings import TransferSettings
@@ -127,7 +127,7 @@ class OutgoingTransfer:
         blocks_to_send = blocks.intersection(missing)
         layers_to_send = layers.intersection(self.spec.span.layers)
         if blocks_to_send is not None and layers_to_send is not None:
-            self._conversation.announce(ChunkRange(blocks_to_send, KVSpan(layers_to_send, self.spec.span.heads)))
+            self._conversation.announce(Extent(blocks_to_send, KVSpan(layers_to_send, self.spec.span.heads)))
 
     def finish(self, num_tokens: int, first_token_id: int) -> None:
         """Say that all KV has been announced, and commit it without waiting."""

@@ -8,24 +8,24 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvtransfer.chunks import ChunkRange
+from kvtransfer.chunks import Extent
 from mesh.domain.kv import KVLayout, KVSpan, Span
 
 TINY = KVLayout("tiny", num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 
 
-def box(
-    first_block: int, num_blocks: int, first_layer: int, num_layers: int, heads: Span = TINY.whole.heads
-) -> ChunkRange:
-    """A ChunkRange of these blocks and layers; of all heads of TINY, unless said."""
-    return ChunkRange(Span(first_block, num_blocks), KVSpan(Span(first_layer, num_layers), heads))
+def box(first_block: int, num_blocks: int, first_layer: int, num_layers: int, heads: Span = TINY.whole.heads) -> Extent:
+    """An Extent of these blocks and layers; of all heads of TINY, unless said."""
+    return Extent(Span(first_block, num_blocks), KVSpan(Span(first_layer, num_layers), heads))
 
 
-def with_axis(piece: ChunkRange, axis: str, moved: int, longer: int) -> ChunkRange:
-    """`piece` with its blocks, layers or heads moved, and longer, by so many."""
-    old = getattr(piece if axis == "blocks" else piece.span, axis)
+def with_axis(extent: Extent, axis: str, moved: int, longer: int) -> Extent:
+    """`extent` with its blocks, layers or heads moved, and longer, by so many."""
+    old = getattr(extent if axis == "blocks" else extent.span, axis)
     new = Span(old.first + moved, old.count + longer)
-    return replace(piece, blocks=new) if axis == "blocks" else replace(piece, span=replace(piece.span, **{axis: new}))
+    return (
+        replace(extent, blocks=new) if axis == "blocks" else replace(extent, span=replace(extent.span, **{axis: new}))
+    )
 
 
 class Gate:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer import ExpectedTransfer, KVReceiver, ReceiverCallbacks, TransferSettings
-from kvtransfer.chunks import ChunkRange, Digest, chunk_seed, transfer_seed
+from kvtransfer.chunks import Digest, Extent, chunk_seed, transfer_seed
 from kvtransfer.messages import Ack, Commit, Granted, ReceiverMessage, SenderMessage, TransferChunk, TransferOpen
 from kvtransfer.store import KVStore
 from kvtransfer.transports.base import Payload, TransportOffer
@@ -31,7 +31,7 @@ def open_message(store: KVStore, reservation: ExpectedTransfer) -> TransferOpen:
 
 
 def make_chunk(
-    store: KVStore, reservation: ExpectedTransfer, block_ids: Sequence[int], number: int, place: ChunkRange
+    store: KVStore, reservation: ExpectedTransfer, block_ids: Sequence[int], number: int, place: Extent
 ) -> TransferChunk:
     """`block_ids` is the sender's block table."""
     payload = bytearray(place.num_bytes(store.layout))

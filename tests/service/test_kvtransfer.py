@@ -25,7 +25,7 @@ from kvtransfer import (
     TransferSettings,
     TransferSpec,
 )
-from kvtransfer.chunks import ChunkRange
+from kvtransfer.chunks import Extent
 from kvtransfer.incoming_transfer import TransferChecks
 from kvtransfer.outgoing_conversation import OutgoingConversation
 from kvtransfer.push_call import ChannelPool
@@ -110,8 +110,8 @@ async def test_a_bit_that_flips_on_the_way_is_refused_and_never_committed(
     """After the sender has summed it up: on the wire, or in the arena."""
     seal = OutgoingConversation._fill
 
-    def fill(conversation: OutgoingConversation, slot: Slot, number: int, chunk_range: ChunkRange) -> bytes:
-        request = bytearray(seal(conversation, slot, number, chunk_range))
+    def fill(conversation: OutgoingConversation, slot: Slot, number: int, extent: Extent) -> bytes:
+        request = bytearray(seal(conversation, slot, number, extent))
         if number == 4:
             memory = request if pair.settings.transports == ("grpc",) else slot.buffer()
             memory[-1] ^= 8

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.chunks import ChunkRange, Coverage, Digest, RangeQueue, chunk_seed, transfer_seed
+from kvtransfer.chunks import Coverage, Digest, Extent, ExtentQueue, chunk_seed, transfer_seed
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from tests.fakes.kv_store import box, with_axis
@@ -17,13 +17,13 @@ LAYOUT = KVLayout("m", num_layers=5, num_kv_heads=2, head_dim=2, block_size=2, d
 
 
 ALL = Span(0, 2)
-PLACE = ChunkRange(Span(2, 3), KVSpan(layers=Span(4, 5), heads=Span(6, 7)))
+PLACE = Extent(Span(2, 3), KVSpan(layers=Span(4, 5), heads=Span(6, 7)))
 SEED = transfer_seed("transfer", 1)
 GOOD = chunk_seed(SEED, 7, PLACE, 2048)
 
 
-def cells(piece: ChunkRange) -> set[tuple[int, ...]]:
-    axes = (piece.span.layers, piece.span.heads, piece.blocks)
+def cells(extent: Extent) -> set[tuple[int, ...]]:
+    axes = (extent.span.layers, extent.span.heads, extent.blocks)
     return set(product(*(range(axis.first, axis.end) for axis in axes)))
 
 
@@ -49,7 +49,7 @@ def test_chunks_cover_what_was_pushed_exactly(
     if not in_order:
         random.shuffle(ranges)
     taken = []
-    queue = RangeQueue(LAYOUT.layer_block_bytes, max_bytes)
+    queue = ExtentQueue(LAYOUT.layer_block_bytes, max_bytes)
     for each_range in ranges:
         queue.add(each_range)
         if random.random() < 0.3:
@@ -57,14 +57,14 @@ def test_chunks_cover_what_was_pushed_exactly(
     while queue:
         taken.append(queue.take())
     coverage = Coverage(Span(0, 9), LAYOUT.whole)
-    for piece in taken:
-        coverage.claim(piece)
-        assert piece.num_bytes(LAYOUT) <= max(max_bytes, LAYOUT.layer_block_bytes)
+    for extent in taken:
+        coverage.claim(extent)
+        assert extent.num_bytes(LAYOUT) <= max(max_bytes, LAYOUT.layer_block_bytes)
     coverage.require_full()
 
 
 def test_small_ranges_become_one_chunk() -> None:
-    queue = RangeQueue(LAYOUT.layer_block_bytes, 1 << 20)
+    queue = ExtentQueue(LAYOUT.layer_block_bytes, 1 << 20)
     for layer in range(5):
         queue.add(box(0, 4, layer, 1))
     assert queue.take() == box(0, 4, 0, 5)
@@ -72,7 +72,7 @@ def test_small_ranges_become_one_chunk() -> None:
 
 
 def test_whole_layers_are_preferred() -> None:
-    queue = RangeQueue(LAYOUT.layer_block_bytes, LAYOUT.layer_block_bytes * 9)
+    queue = ExtentQueue(LAYOUT.layer_block_bytes, LAYOUT.layer_block_bytes * 9)
     queue.add(box(0, 4, 0, 5))
     assert [queue.take() for _ in range(3)] == [
         box(0, 4, 0, 2),
@@ -87,13 +87,13 @@ def spans(most: int) -> st.SearchStrategy[Span]:
 
 @given(spans(7), spans(6), spans(3))
 def test_coverage_takes_what_is_inside_once(blocks: Span, layers: Span, heads: Span) -> None:
-    piece, everything = ChunkRange(blocks, KVSpan(layers, heads)), box(2, 4, 0, 5, ALL)
+    extent, everything = Extent(blocks, KVSpan(layers, heads)), box(2, 4, 0, 5, ALL)
     coverage = Coverage(Span(2, 4), LAYOUT.whole)
-    if min(blocks.count, layers.count, heads.count) > 0 and cells(piece) <= cells(everything):
-        coverage.claim(piece)
+    if min(blocks.count, layers.count, heads.count) > 0 and cells(extent) <= cells(everything):
+        coverage.claim(extent)
     with pytest.raises(TransferCorrupt):
-        coverage.claim(piece)
-    if cells(piece) == cells(everything):
+        coverage.claim(extent)
+    if cells(extent) == cells(everything):
         coverage.require_full()
     else:
         with pytest.raises(TransferFailed, match="never arrived"):

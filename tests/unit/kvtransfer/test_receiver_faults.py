@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtransfer import ExpectedTransfer, KVReceiver
-from kvtransfer.chunks import ChunkRange
+from kvtransfer.chunks import Extent
 from kvtransfer.messages import Commit, Committed, Renew, Renewed, SenderMessage, TransferChunk
 from kvtransfer.transports.base import Payload
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
@@ -48,15 +48,15 @@ class Case:
         ]
 
 
-def chop(piece: ChunkRange, random: Random) -> list[ChunkRange]:
-    """Random boxes that tile `piece`."""
-    axes = {"blocks": piece.blocks, "layers": piece.span.layers, "heads": piece.span.heads}
+def chop(extent: Extent, random: Random) -> list[Extent]:
+    """Random boxes that tile `extent`."""
+    axes = {"blocks": extent.blocks, "layers": extent.span.layers, "heads": extent.span.heads}
     ways = [axis for axis, span in axes.items() if span.count > 1]
     if not ways or random.random() < 0.3:
-        return [piece]
+        return [extent]
     axis = random.choice(ways)
     length, cut = axes[axis].count, random.randrange(1, axes[axis].count)
-    first, rest = with_axis(piece, axis, 0, cut - length), with_axis(piece, axis, cut, -cut)
+    first, rest = with_axis(extent, axis, 0, cut - length), with_axis(extent, axis, cut, -cut)
     return chop(first, random) + chop(rest, random)
 
 
@@ -72,7 +72,7 @@ def cases(draw: st.DrawFn) -> Case:
     source, target = FakeKVStore(layout, NUM_BLOCKS, seed=1), FakeKVStore(layout, NUM_BLOCKS, seed=2)
     source_ids, target_ids = (random.sample(range(NUM_BLOCKS), num_blocks) for _ in range(2))
     reservation = ExpectedTransfer("transfer", random.randint(1, 3), tuple(target_ids), first_block, num_tokens)
-    places = chop(ChunkRange(Span(first_block, num_blocks - first_block), layout.whole), random)
+    places = chop(Extent(Span(first_block, num_blocks - first_block), layout.whole), random)
     random.shuffle(places)
     chunks = [make_chunk(source, reservation, source_ids, n, place) for n, place in enumerate(places)]
     return Case(source, target, reservation, source_ids, chunks)

@@ -69,6 +69,9 @@ async def continue_until_done(
         raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, got {truncation}")
     arguments = _repeatable(arguments)
     generate_request(arguments)  # refuses arguments of wrong types before they are taken apart
+    least = arguments.get("min_new_tokens") or 0
+    if max_total is not None and least > max_total:
+        raise InvalidRequest(f"min_new_tokens ({least}) must be <= max_total ({max_total})")
     model = await client.model(arguments.get("model") or "", timeout=deadline.remaining_s())
     prompt_ids = await _prompt_ids(client, arguments, deadline)
     prompt_ids = prompt_ids[-truncation:] if truncation else prompt_ids
@@ -137,16 +140,20 @@ def _round(
         following.update({"prompt": None, "messages": None, "token_ids": ids, "truncate_prompt_tokens": None})
     following["timeout"] = deadline.remaining_s()
     limits = [following.get("max_new_tokens"), max_total and max_total - num_generated]
-    following["max_new_tokens"] = min((limit for limit in limits if limit is not None), default=None)
-    following["min_new_tokens"] = _still_needed(arguments.get("min_new_tokens"), num_generated)
+    most = following["max_new_tokens"] = min((limit for limit in limits if limit is not None), default=None)
+    following["min_new_tokens"] = _still_needed(arguments.get("min_new_tokens"), num_generated, most)
     following["seed"] = _seed(arguments.get("seed"), num_generated)
     if num_generated:
         following.update({"echo": None, "prompt_logprobs": None, "ttft_target": None})
     return following
 
 
-def _still_needed(min_new_tokens: int | None, num_generated: int) -> int | None:
-    return None if min_new_tokens is None else max(0, min_new_tokens - num_generated)
+def _still_needed(min_new_tokens: int | None, num_generated: int, most: int | None) -> int | None:
+    """The part of `min_new_tokens`, which is that of the whole answer, for a round of at most `most` tokens."""
+    if min_new_tokens is None:
+        return None
+    still_needed = max(0, min_new_tokens - num_generated)
+    return still_needed if most is None else min(still_needed, most)
 
 
 def _seed(seed: int | None, num_generated: int) -> int | None:

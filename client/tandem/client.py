@@ -140,12 +140,13 @@ class AsyncClient:
     ) -> Result:
         """Generate one answer with several requests, as long as the finish reason is "length".
 
-        Each round continues exactly after the tokens of the previous rounds, with `max_new_tokens` at a time. It ends
-        when the text is complete, after `max_rounds` rounds or `max_total` tokens, or when the context of the model is
-        full (the finish reason is then still "length"). With a seed the answer is reproducible, but it equals the
-        answer of one long request only with greedy decoding. Presence and frequency penalties apply within a round, and
-        a stop string that spans two rounds is not detected. Raises InvalidRequest for an answer that is held to a
-        structure (`json_schema` and the like): each round would begin it anew.
+        Each round continues exactly after the tokens of the previous rounds, with `max_new_tokens` at a time;
+        `min_new_tokens` is that of the whole answer. It ends when the text is complete, after `max_rounds` rounds or
+        `max_total` tokens, or when the context of the model is full (the finish reason is then still "length"). With a
+        seed the answer is reproducible, but it equals the answer of one long request only with greedy decoding.
+        Presence and frequency penalties apply within a round, and a stop string that spans two rounds is not detected.
+        Raises InvalidRequest for an answer that is held to a structure (`json_schema` and the like): each round would
+        begin it anew.
         """
         deadline = self._deadline(arguments.get("timeout"))
         return await continue_until_done(self, arguments, max_rounds=max_rounds, max_total=max_total, deadline=deadline)

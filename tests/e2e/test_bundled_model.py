@@ -67,6 +67,8 @@ async def check_chained_requests(client: tandem.AsyncClient) -> None:
     assert chained.text == whole.text
     assert [token.id for token in chained.tokens] == [token.id for token in whole.tokens]
     assert chained.finish_reason == whole.finish_reason == "eos_token"
+    least = await client.generate_until_done(messages=messages, max_new_tokens=20, min_new_tokens=30, max_rounds=2)
+    assert [token.id for token in least.tokens] == [token.id for token in whole.tokens[:40]]
 
 
 def check_without_our_stubs(address: str) -> None:

@@ -85,6 +85,10 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         script = self._script
         script.requests.append(request)
         script.metadata.append(dict(context.invocation_metadata()))
+        least, most = request.sampling.min_new_tokens, request.sampling.max_new_tokens
+        if request.sampling.HasField("max_new_tokens") and least > most:
+            details = f"min_new_tokens ({least}) must be <= max_new_tokens ({most})"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details, (("tandem-error", "InvalidRequest"),))
         refusal = script.refusals.popleft() if script.refusals else None
         messages = answer(request, script)
         try:

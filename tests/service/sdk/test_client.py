@@ -163,7 +163,13 @@ async def test_rounds_join_into_one_text(client: tandem.AsyncClient, router: Fak
     sent = router.script.requests
     assert all(request.HasField("token_ids") for request in sent)
     assert [request.output.echo for request in sent] == [True, False, False]
-    assert [request.sampling.min_new_tokens for request in sent] == [20, 4, 0]
+    assert [request.sampling.min_new_tokens for request in sent] == [17, 4, 0]  # no round may need more than it gets
+
+
+async def test_the_least_tokens_of_an_answer_fit_the_most(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    with pytest.raises(tandem.InvalidRequest, match=r"min_new_tokens \(14\) must be <= max_total \(13\)"):
+        await client.generate_until_done(prompt="Go: ", max_new_tokens=5, min_new_tokens=14, max_total=13)
+    assert not router.script.requests
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ async def continue_until_done(
     answer = _JoinedAnswer()
     for num_rounds in range(1, max_rounds + 1):
         ids = [*prompt_ids, *(token.id for token in answer.tokens)]
-        result = await client.generate(**_round(arguments, ids, len(answer.tokens), max_total, deadline))
+        left = _left(arguments, len(answer.tokens), max_total, model.max_total_tokens - len(ids))
+        result = await client.generate(**_round(arguments, ids, len(answer.tokens), left, deadline))
         num_generated = len(answer.tokens) + len(result.tokens)
         is_last = (
             result.finish_reason is not FinishReason.LENGTH
@@ -129,31 +130,39 @@ async def _prompt_ids(client: Generator, arguments: GenerateArguments, deadline:
     return [token.id for token in await client.tokenize(**names)]
 
 
+def _left(arguments: GenerateArguments, num_generated: int, max_total: int | None, capacity: int) -> int | None:
+    """The most tokens of the next round, of which the context of the model has `capacity` left; None if the router is
+    to choose. A capacity of less than 1 counts as 1: the router refuses a prompt that is too long in its own words.
+    """
+    limits = [arguments.get("max_new_tokens"), max_total and max_total - num_generated]
+    given = [limit for limit in limits if limit is not None]
+    return min(*given, max(1, capacity)) if given else None
+
+
 def _round(
-    arguments: GenerateArguments, ids: list[int], num_generated: int, max_total: int | None, deadline: Deadline
+    arguments: GenerateArguments, ids: list[int], num_generated: int, left: int | None, deadline: Deadline
 ) -> GenerateArguments:
-    """The arguments of the next request. The first round of a conversation sends its messages: their answer begins a
-    turn, and does not continue the text of the prompt.
+    """The arguments of the next request, for `left` tokens at most. The first round of a conversation sends its
+    messages: their answer begins a turn, and does not continue the text of the prompt.
     """
     following = arguments.copy()
     if num_generated or arguments.get("messages") is None:
         following.update({"prompt": None, "messages": None, "token_ids": ids, "truncate_prompt_tokens": None})
     following["timeout"] = deadline.remaining_s()
-    limits = [following.get("max_new_tokens"), max_total and max_total - num_generated]
-    most = following["max_new_tokens"] = min((limit for limit in limits if limit is not None), default=None)
-    following["min_new_tokens"] = _still_needed(arguments.get("min_new_tokens"), num_generated, most)
+    following["max_new_tokens"] = left
+    following["min_new_tokens"] = _still_needed(arguments.get("min_new_tokens"), num_generated, left)
     following["seed"] = _seed(arguments.get("seed"), num_generated)
     if num_generated:
         following.update({"echo": None, "prompt_logprobs": None, "ttft_target": None})
     return following
 
 
-def _still_needed(min_new_tokens: int | None, num_generated: int, most: int | None) -> int | None:
-    """The part of `min_new_tokens`, which is that of the whole answer, for a round of at most `most` tokens."""
+def _still_needed(min_new_tokens: int | None, num_generated: int, left: int | None) -> int | None:
+    """The part of `min_new_tokens`, which is that of the whole answer, for a round of at most `left` tokens."""
     if min_new_tokens is None:
         return None
     still_needed = max(0, min_new_tokens - num_generated)
-    return still_needed if most is None else min(still_needed, most)
+    return still_needed if left is None else min(still_needed, left)
 
 
 def _seed(seed: int | None, num_generated: int) -> int | None:

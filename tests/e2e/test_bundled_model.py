@@ -69,6 +69,10 @@ async def check_chained_requests(client: tandem.AsyncClient) -> None:
     assert chained.finish_reason == whole.finish_reason == "eos_token"
     least = await client.generate_until_done(messages=messages, max_new_tokens=20, min_new_tokens=30, max_rounds=2)
     assert [token.id for token in least.tokens] == [token.id for token in whole.tokens[:40]]
+    [model] = await client.models()
+    prompt = [7] * (model.max_total_tokens - 50)
+    full = await client.generate_until_done(token_ids=prompt, max_new_tokens=30, ignore_eos=True)
+    assert (len(full.tokens), full.finish_reason) == (50, "length")
 
 
 def check_without_our_stubs(address: str) -> None:

@@ -85,10 +85,8 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         script = self._script
         script.requests.append(request)
         script.metadata.append(dict(context.invocation_metadata()))
-        least, most = request.sampling.min_new_tokens, request.sampling.max_new_tokens
-        if request.sampling.HasField("max_new_tokens") and least > most:
-            details = f"min_new_tokens ({least}) must be <= max_new_tokens ({most})"
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details, (("tandem-error", "InvalidRequest"),))
+        if complaint := complaint_about_lengths(request, script):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, complaint, (("tandem-error", "InvalidRequest"),))
         refusal = script.refusals.popleft() if script.refusals else None
         messages = answer(request, script)
         try:
@@ -220,6 +218,19 @@ def input_ids(request: Any) -> list[int]:
     if kind == "chat":
         return list("".join(f"{turn.role}: {turn.content}\n" for turn in request.chat.messages).encode())
     return list(request.prompt.encode())
+
+
+def complaint_about_lengths(request: pb.GenerateRequest, script: Script) -> str:
+    """As a router refuses them; empty if it does not."""
+    if not request.sampling.HasField("max_new_tokens"):
+        return ""
+    least, most = request.sampling.min_new_tokens, request.sampling.max_new_tokens
+    if least > most:
+        return f"min_new_tokens ({least}) must be <= max_new_tokens ({most})"
+    num_prompt_tokens, total = len(input_ids(request)), script.max_total_tokens
+    if num_prompt_tokens + most > total:
+        return f"prompt tokens ({num_prompt_tokens}) + max_new_tokens ({most}) must be <= max_total_tokens ({total})"
+    return ""
 
 
 def answer(request: pb.GenerateRequest, script: Script) -> list[pb.GenerateResponse]:

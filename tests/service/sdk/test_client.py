@@ -187,6 +187,15 @@ async def test_rounds_end_where_the_model_ends(client: tandem.AsyncClient, route
     assert (len(result.tokens), result.finish_reason) == (5, "length")
 
 
+@pytest.mark.parametrize("bounds", [{"max_new_tokens": 5}, {"max_new_tokens": 50}, {"max_total": 50}])
+async def test_the_last_round_gets_what_is_left_of_the_context(
+    client: tandem.AsyncClient, router: FakeRouter, bounds: dict[str, int]
+) -> None:
+    router.script.max_total_tokens = 12
+    result = await client.generate_until_done(prompt="Go ", **bounds)  # type: ignore[arg-type]
+    assert (result.text, result.finish_reason) == (STORY[:9], "length")
+
+
 async def test_only_one_choice_can_be_continued(client: tandem.AsyncClient) -> None:
     with pytest.raises(tandem.InvalidRequest, match="n and best_of must be 1"):
         await client.generate_until_done(prompt="", n=2)

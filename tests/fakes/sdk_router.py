@@ -51,6 +51,8 @@ class Script:
     hold_after_messages: int | None = None
     omit_finish: bool = False
     max_total_tokens: int = 1000
+    enforces_total: bool = False
+    """Refuse requests that ask for more than that, as a router does."""
     tool_call_format: str = ""
     is_encoder_decoder: bool = False
     max_concurrent_requests: int = 0
@@ -228,7 +230,7 @@ def complaint_about_lengths(request: pb.GenerateRequest, script: Script) -> str:
     if least > most:
         return f"min_new_tokens ({least}) must be <= max_new_tokens ({most})"
     num_prompt_tokens, total = len(input_ids(request)), script.max_total_tokens
-    if num_prompt_tokens + most > total:
+    if script.enforces_total and num_prompt_tokens + most > total:
         return f"prompt tokens ({num_prompt_tokens}) + max_new_tokens ({most}) must be <= max_total_tokens ({total})"
     return ""
 

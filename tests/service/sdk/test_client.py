@@ -191,7 +191,7 @@ async def test_rounds_end_where_the_model_ends(client: tandem.AsyncClient, route
 async def test_the_last_round_gets_what_is_left_of_the_context(
     client: tandem.AsyncClient, router: FakeRouter, bounds: dict[str, int]
 ) -> None:
-    router.script.max_total_tokens = 12
+    router.script.max_total_tokens, router.script.enforces_total = 12, True
     result = await client.generate_until_done(prompt="Go ", **bounds)  # type: ignore[arg-type]
     assert (result.text, result.finish_reason) == (STORY[:9], "length")
 

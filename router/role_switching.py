@@ -16,7 +16,7 @@ import structlog
 
 from mesh.domain.errors import MeshError
 from mesh.domain.worker import WorkerRole
-from router.admission.placement import Roster
+from router.admission.roster import Roster
 from router.advice import Action, Adviser
 from router.workers.mesh_view import MeshView
 

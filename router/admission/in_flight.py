@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerInfo
-from router.admission.placement import InFlight, Placement, longest_short
+from router.admission.placement import Placement, longest_short
+from router.admission.roster import InFlight
 from router.workers.membership import WorkerView
 
 # A heartbeat that arrives this soon after a reservation may have been written before it.

@@ -18,7 +18,8 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.durations import duration_from_proto, duration_to_proto
 from router.admission.in_flight import Transfers
-from router.admission.placement import InFlight, NoPlacement
+from router.admission.placement import NoPlacement
+from router.admission.roster import InFlight
 from router.advice import Advice
 from router.api.generation_servicer import timing_to_proto
 from router.history import History, Point

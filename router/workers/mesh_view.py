@@ -6,7 +6,8 @@ from itertools import islice
 from mesh.domain.errors import ModelNotFound
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.admission.in_flight import InFlightTable
-from router.admission.placement import InFlight, MeshSnapshot
+from router.admission.placement import MeshSnapshot
+from router.admission.roster import InFlight
 from router.served_model import ServedModel
 from router.workers.decode_link import Links
 from router.workers.health import Trust, WorkerHealth

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from router.admission.in_flight import CapacityReservation
-from router.admission.placement import InFlight, MeshSnapshot, NoPlacement, Placement, PlacementQuery
+from router.admission.placement import MeshSnapshot, NoPlacement, Placement, PlacementQuery
+from router.admission.roster import InFlight
 from router.workers.membership import WorkerView, capacity_tokens
 
 _PREFILL_PASSES_AHEAD = 2
@@ -64,9 +65,15 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     if not prefillers or locally or uncached < snapshot.prefill_threshold:
         return Placement(None, decode.info)
     prefill = _choose(query, [c for c in prefillers if prefill_has_capacity(query, c)], prefill_cost)
-    if prefill is None and decode.in_flight.prefill_tokens + uncached > snapshot.prefill_overflow:
+    if prefill is None and not helps(decode, uncached, snapshot.prefill_overflow):
         return NoPlacement.NO_PREFILL_CAPACITY
     return Placement(None if prefill is None else prefill.info, decode.info)
+
+
+def helps(decode: Candidate, uncached: int, overflow: int) -> bool:
+    """A decode worker takes one prompt of up to twice as many tokens, or several that do not exceed the limit."""
+    own = decode.in_flight.prefill_tokens
+    return own + uncached <= overflow or (own == 0 and uncached <= 2 * overflow)
 
 
 def _fits(query: PlacementQuery, info: WorkerInfo) -> bool:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from mesh.domain.kv import KVLayout, block_hashes, state_hash
 from mesh.domain.worker import Adapter, WorkerState
-from router.admission.placement import InFlight, NoPlacement, Placement, place
+from router.admission.placement import NoPlacement, Placement, place
 from router.admission.prefix_chain import PrefixChain
+from router.admission.roster import InFlight
 from router.tenants import Tenant
 from router.workers.membership import WorkerView
 from tests.fakes.requests import make_request
@@ -162,11 +163,15 @@ def test_short_uncached_prompts_stay_on_decode(threshold: int, cached: int, expe
     ("overflow", "waiting", "cached", "expected"),
     [
         (0, 0, 0, NoPlacement.NO_PREFILL_CAPACITY),
-        (7, 0, 0, NoPlacement.NO_PREFILL_CAPACITY),
+        (3, 0, 0, NoPlacement.NO_PREFILL_CAPACITY),
         (8, 0, 0, (None, "d0")),
         (8, 1, 0, NoPlacement.NO_PREFILL_CAPACITY),
         (8, 4, 4, (None, "d0")),
         (16, 8, 0, (None, "d0")),
+        # A prompt that is alone there may have twice as many tokens.
+        (4, 0, 0, (None, "d0")),
+        (4, 1, 0, NoPlacement.NO_PREFILL_CAPACITY),
+        (3, 0, 4, (None, "d0")),
     ],
 )
 def test_decode_helps_while_prefill_is_full(overflow: int, waiting: int, cached: int, expected: object) -> None:

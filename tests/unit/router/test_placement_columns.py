@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from mesh.domain.kv import block_hashes
 from mesh.domain.worker import Adapter, WorkerLoad, WorkerRole, WorkerState
 from router.admission.in_flight import CapacityReservation, InFlightTable
-from router.admission.placement import InFlight, Placement, PlacementQuery, is_short_in, place
+from router.admission.placement import Placement, PlacementQuery, is_short_in, place
+from router.admission.roster import InFlight
 from router.workers.health import Trust
 from router.workers.membership import Membership, WorkerView
 from router.workers.mesh_view import MeshView

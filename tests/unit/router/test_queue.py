@@ -15,8 +15,9 @@ from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast
 from router.admission.in_flight import CapacityReservation, InFlightTable
 from router.admission.limiter import LocalLimiter, Permit
-from router.admission.placement import InFlight, MeshSnapshot, Placement
+from router.admission.placement import MeshSnapshot, Placement
 from router.admission.queue import PlacementQueue
+from router.admission.roster import InFlight
 from router.tenants import Priority
 from router.workers.membership import WorkerView
 from tests.fakes.router_views import decode, prefill, query, snapshot

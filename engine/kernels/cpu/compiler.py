@@ -13,7 +13,7 @@ arguments; it returns the signature and `generate`, which gets the arguments' LL
 
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,6 +44,7 @@ from engine.kernels.cpu.parts import OPTIONS, PART_OPTIONS, PartDispatcher
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T", bound=Hashable)
 _config: Any = config
 _binding: Any = binding
 _binding.initialize_native_asmparser()  # for the instructions that LLVM has no intrinsic for
@@ -129,8 +130,6 @@ _POWERS = tuple(
     float(np.float32(c))
     for c in (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 )
-TINY_BITS = 0x1E3CE508
-"""The bits of TINY, 1e-20, the least magnitude that a row is scaled by: so a row of zeros has a scale."""
 _ZEROS = ir.Constant(INTS, [0] * LANES)
 _FP16_OF_FP8 = -0x4001
 """The bits of fp16 that a sign-extended byte of fp8 fills, shifted by 7: all but the highest of the exponent."""
@@ -188,22 +187,6 @@ class Emitter:
     def store(self, value: Value, pointer: Value, align: int = 4) -> None:
         """Store a value at a byte pointer; `align` in bytes."""
         self.builder.store(value, self.builder.bitcast(pointer, value.type.as_pointer())).align = align
-
-    def store_if(self, condition: Value, value: Value, pointer: Value, *, adds: bool = False) -> None:
-        """Store 16 fp32 lanes at a byte pointer, or add them to what is there, if the condition holds."""
-        if not knows_avx512():  # masked stores of AVX2 take tens of cycles on AMD's cores
-            with self.builder.if_then(condition):
-                self.store(self.builder.fadd(self.load(pointer, FLOATS), value) if adds else value, pointer)
-            return
-        at, mask = self.builder.bitcast(pointer, FLOATS.as_pointer()), self._mask(condition)
-        if adds:
-            there = self.call("llvm.masked.load.v16f32.p0", FLOATS, at, INT32(4), mask, constant(FLOATS, 0.0))
-            value = self.builder.fadd(there, value)
-        self.call("llvm.masked.store.v16f32.p0", VOID, value, at, INT32(4), mask)
-
-    def _mask(self, condition: Value) -> Value:
-        bits = self.builder.sext(condition, ir.IntType(LANES))
-        return self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
 
     def floats(self, pointer: Value, element: NumbaType) -> Value:
         """Load 16 numbers of type `element` as fp32: fp32, uint16 that holds fp16, or bool that holds fp8, which is
@@ -353,6 +336,26 @@ class Emitter:
             slot.align = VECTOR_BYTES
         self.builder.asm(ir.FunctionType(VOID, [BYTE_POINTER]), "", "r", [slot], True)
 
+    def choose(self, number: Value, cases: Sequence[T], write: Callable[[T], Value]) -> Value:
+        """Write code for each case, of which that with this number runs, or the last one if there is none. Equal cases
+        share their code. Returns the value of `write` for the case that runs.
+        """
+        builder = self.builder
+        blocks = {case: builder.append_basic_block("case") for case in dict.fromkeys(cases)}
+        switch, end = builder.switch(number, blocks[cases[-1]]), builder.append_basic_block("chosen")
+        for i, case in enumerate(cases[:-1]):
+            switch.add_case(INT64(i), blocks[case])
+        written: list[tuple[Value, Value]] = []
+        for case, block in blocks.items():
+            builder.position_at_end(block)
+            written.append((write(case), builder.block))
+            builder.branch(end)
+        builder.position_at_end(end)
+        chosen = builder.phi(written[0][0].type)
+        for value, block in written:
+            chosen.add_incoming(value, block)
+        return chosen
+
     @contextmanager
     def loop(self, count: Value, carried: list[Value]) -> Iterator["Loop"]:
         """A loop of `count` passes, at least one. The body appends the next values of `carried` to `loop.next`, which
@@ -387,13 +390,3 @@ class Loop:
     index: Value
     carried: list[Value]
     next: list[Value]
-
-
-def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
-    """Write code for a row's largest magnitude, at least TINY; NaN, which only its bits tell, if the row has one."""
-    at = emit.pointer(values)
-    with emit.loop(num_vectors, [constant(INTS, TINY_BITS)]) as loop:
-        read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(VECTOR_BYTES))), INTS)
-        magnitudes = emit.builder.and_(read, constant(INTS, 0x7FFFFFFF))
-        loop.next.append(emit.call("llvm.smax.v16i32", INTS, loop.carried[0], magnitudes))
-    return emit.builder.bitcast(emit.call("llvm.vector.reduce.smax.v16i32", INT32, loop.next[0]), FLOAT)

@@ -29,8 +29,7 @@ from engine.kernels.cpu.decode_vectors import (
     KeyRows,
     add_values,
     score_keys,
-    score_pairs,
-    scores_pairs,
+    segments_at_once,
 )
 from engine.kernels.cpu.kv_segments import head_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, SLOT_BYTES, SPLIT, VECTOR_BYTES
@@ -211,61 +210,18 @@ def _score_segments(
 ) -> None:
     """Write scores [query heads, keys] of all segments to memory.scores, without the queries' factors."""
     num_heads, group = heads.end - heads.first, shape.num_heads // shape.num_kv_heads
-    row_bytes = keys.num_segments * VECTOR_BYTES
-    # Arithmetic limits many query rows. With few, memory does, and it gives less to two segments at once.
-    at_once = 2 if group > MAX_QUERY_ROWS and scores_pairs(element) else 1
+    row_bytes, at_once = keys.num_segments * VECTOR_BYTES, segments_at_once(group, element)
     for i in range(0, keys.num_segments, at_once):
         last = min(i + at_once, keys.num_segments) - 1
         for head in range(num_heads):
-            rows = _rows_of_head(keys, i, heads.first + head, shape, after, element)
-            more = _rows_of_head(keys, last, heads.first + head, shape, after, element)
+            first_rows = _rows_of_head(keys, i, heads.first + head, shape, after, element)
+            last_rows = _rows_of_head(keys, last, heads.first + head, shape, after, element)
+            rows = KeyRows(first_rows, last_rows, (last - i) * VECTOR_BYTES)
             for g in range(0, group, MAX_QUERY_ROWS):
                 row = head * group + g
                 left = Matrix(queries.address + row * queries.step, queries.step)
                 out = Matrix(memory.scores + row * row_bytes + i * VECTOR_BYTES, row_bytes)
-                if at_once == 1:
-                    _score(left, rows, out, g, group, element)
-                else:
-                    _score_pair(left, KeyRows(rows, more, (last - i) * VECTOR_BYTES), out, g, group, element)
-
-
-@jit
-def _score(queries: Matrix, keys: CacheRows, out: Matrix, g: int, group: int, element: Element) -> None:
-    """`score_keys` for up to MAX_QUERY_ROWS queries of a group, from number `g` on."""
-    num_rows = group - g
-    if g > 0:
-        if num_rows >= MAX_QUERY_ROWS:
-            score_keys(queries, keys, out, MAX_QUERY_ROWS, 0, element)
-        elif num_rows == 3:
-            score_keys(queries, keys, out, 3, 0, element)
-        elif num_rows == 2:
-            score_keys(queries, keys, out, 2, 0, element)
-        else:
-            score_keys(queries, keys, out, 1, 0, element)
-    elif num_rows >= MAX_QUERY_ROWS:
-        score_keys(queries, keys, out, MAX_QUERY_ROWS, 1, element)
-    elif num_rows == 3:
-        score_keys(queries, keys, out, 3, 1, element)
-    elif num_rows == 2:
-        score_keys(queries, keys, out, 2, 1, element)
-    else:
-        score_keys(queries, keys, out, 1, 1, element)
-
-
-@jit
-def _score_pair(queries: Matrix, keys: KeyRows, out: Matrix, g: int, group: int, element: Element) -> None:
-    """`score_pairs`, likewise. There are more than MAX_QUERY_ROWS queries."""
-    num_rows = group - g
-    if g == 0:
-        score_pairs(queries, keys, out, MAX_QUERY_ROWS, 1, element)
-    elif num_rows >= MAX_QUERY_ROWS:
-        score_pairs(queries, keys, out, MAX_QUERY_ROWS, 0, element)
-    elif num_rows == 3:
-        score_pairs(queries, keys, out, 3, 0, element)
-    elif num_rows == 2:
-        score_pairs(queries, keys, out, 2, 0, element)
-    else:
-        score_pairs(queries, keys, out, 1, 0, element)
+                score_keys(left, rows, out, Range(g, group), element)
 
 
 @jit
@@ -293,30 +249,7 @@ def _add_segments(
                 row = head * group + g
                 weights = Matrix(scores + row * row_bytes + (i - 1) * VECTOR_BYTES, row_bytes)
                 target = Matrix(out + row * head_bytes, head_bytes)
-                _add(weights, rows, target, g, group, element)
-
-
-@jit
-def _add(weights: Matrix, values: CacheRows, out: Matrix, g: int, group: int, element: Element) -> None:
-    """`add_values` for up to MAX_QUERY_ROWS queries of a group, from number `g` on."""
-    num_rows = group - g
-    if g > 0:
-        if num_rows >= MAX_QUERY_ROWS:
-            add_values(weights, values, out, MAX_QUERY_ROWS, 0, element)
-        elif num_rows == 3:
-            add_values(weights, values, out, 3, 0, element)
-        elif num_rows == 2:
-            add_values(weights, values, out, 2, 0, element)
-        else:
-            add_values(weights, values, out, 1, 0, element)
-    elif num_rows >= MAX_QUERY_ROWS:
-        add_values(weights, values, out, MAX_QUERY_ROWS, 1, element)
-    elif num_rows == 3:
-        add_values(weights, values, out, 3, 1, element)
-    elif num_rows == 2:
-        add_values(weights, values, out, 2, 1, element)
-    else:
-        add_values(weights, values, out, 1, 1, element)
+                add_values(weights, rows, target, Range(g, group), element)
 
 
 @jit

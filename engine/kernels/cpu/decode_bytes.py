@@ -7,6 +7,7 @@ Keys and values are multiplied as they lie (see `kv_segments.py`), with queries 
 from typing import NamedTuple
 
 from engine.kernels.cpu.compiler import FLOAT, FLOATS, INT32, INT64, INTS, Emitter, Value, constant
+from engine.kernels.cpu.kv_segments import scales_at, vector_at
 from engine.kernels.cpu.machine import (
     FACTOR_AT,
     GROUP,
@@ -18,47 +19,42 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
 )
 
-KNOWS_PAIRS = knows_avx512()
-"""True if the scores of two segments, and two vectors of sums, fit into the registers for MAX_QUERY_ROWS rows: they
-share the reads of queries and of weights.
+AT_ONCE = 2 if knows_avx512() else 1
+"""Segments whose scores, and vectors of sums, fit into the registers for MAX_QUERY_ROWS rows. Two share the reads of
+queries, or of weights.
 """
 
 
-class Segment(NamedTuple):
+class ByteHead(NamedTuple):
     """One head of a segment, while code is written, and as many bytes `ahead` that are prefetched meanwhile, if any."""
 
     at: Value
     num_vectors: Value
     ahead: Value | None
 
-    def vector(self, emit: Emitter, number: Value) -> Value:
-        """Pointer to vector `number` of the segment."""
-        return emit.at(self.at, emit.builder.mul(number, INT64(VECTOR_BYTES)))
-
-    def scales(self, emit: Emitter) -> Value:
-        """The tokens' scales, behind all vectors. Also prefetches."""
-        number = emit.builder.mul(self.num_vectors, INT64(GROUP))
-        self.prefetch(emit, number)
-        return emit.load(self.vector(emit, number), FLOATS)
-
     def prefetch(self, emit: Emitter, number: Value, lines: int = 1) -> None:
-        """Prefetch what lies as far ahead as vector `number` and those behind it."""
+        """Prefetch the lines that lie as far ahead as vector `number` and those behind it."""
         if self.ahead is not None:
-            at = emit.at(self.ahead, emit.builder.mul(number, INT64(VECTOR_BYTES)))
+            at = vector_at(emit, self.ahead, number)
             for i in range(lines):
                 emit.prefetch(emit.at(at, i * VECTOR_BYTES), to_l2=True)
 
+    def prefetch_scales(self, emit: Emitter) -> None:
+        """Prefetch the line ahead that belongs to the scales, which lie behind all vectors."""
+        self.prefetch(emit, emit.builder.mul(self.num_vectors, INT64(GROUP)))
 
-def score_bytes(emit: Emitter, queries: list[Value], segments: list[Segment], out: list[list[Value]]) -> None:
+
+def score_bytes(emit: Emitter, queries: list[Value], segments: list[ByteHead], out: list[list[Value]]) -> None:
     """out[segment][row][0:16] = dot products of each prepared query with the 16 keys of a segment."""
     sums = (_scores_of_limbs if knows_vnni() else _scores_of_shorts)(emit, queries, segments)
     for segment, totals, rows in zip(segments, sums, out, strict=True):
-        scales = segment.scales(emit)
+        segment.prefetch_scales(emit)
+        scales = emit.load(scales_at(emit, segment.at, segment.num_vectors), FLOATS)
         for total, row in zip(totals, rows, strict=True):
             emit.store(emit.builder.fmul(total, scales), row)
 
 
-def _scores_of_limbs(emit: Emitter, queries: list[Value], segments: list[Segment]) -> list[list[Value]]:
+def _scores_of_limbs(emit: Emitter, queries: list[Value], segments: list[ByteHead]) -> list[list[Value]]:
     builder, num_vectors = emit.builder, segments[0].num_vectors
     dim = builder.mul(num_vectors, INT64(LANES))
     limbs = [emit.at(query, builder.mul(dim, INT64(i))) for query in queries for i in range(2)]
@@ -74,7 +70,7 @@ def _scores_of_limbs(emit: Emitter, queries: list[Value], segments: list[Segment
     return [_joined(emit, loop.next[i : i + len(limbs)]) for i in range(0, len(loop.next), len(limbs))]
 
 
-def _scores_of_shorts(emit: Emitter, queries: list[Value], segments: list[Segment]) -> list[list[Value]]:
+def _scores_of_shorts(emit: Emitter, queries: list[Value], segments: list[ByteHead]) -> list[list[Value]]:
     builder, num_rows = emit.builder, len(queries)
     zeros = [constant(INTS, 0)] * (num_rows * len(segments))
     with emit.loop(builder.mul(segments[0].num_vectors, INT64(GROUP)), zeros) as loop:
@@ -87,13 +83,13 @@ def _scores_of_shorts(emit: Emitter, queries: list[Value], segments: list[Segmen
     return [floats[i : i + num_rows] for i in range(0, len(floats), num_rows)]
 
 
-def add_bytes(emit: Emitter, weights: list[Value], values: Segment, out: list[Value]) -> None:
+def add_bytes(emit: Emitter, weights: list[Value], values: ByteHead, out: list[Value]) -> None:
     """out[row] += sum over 16 tokens of weights[row][token] * value row. The weights are rounded ones."""
     builder, num_vectors = emit.builder, values.num_vectors
     factors = [emit.splat(emit.load(emit.at(at, FACTOR_AT), FLOAT)) for at in weights]
-    values.prefetch(emit, builder.mul(num_vectors, INT64(GROUP)))
+    values.prefetch_scales(emit)
     parts = [(INT64(0), num_vectors, 1)]
-    if KNOWS_PAIRS:
+    if AT_ONCE > 1:
         num_pairs = builder.lshr(num_vectors, INT64(1))
         done = builder.shl(num_pairs, INT64(1))
         parts = [(INT64(0), num_pairs, 2), (done, builder.sub(num_vectors, done), 1)]
@@ -105,7 +101,7 @@ def add_bytes(emit: Emitter, weights: list[Value], values: Segment, out: list[Va
 
 
 def _add_vectors(
-    emit: Emitter, weights: list[Value], values: Segment, indices: list[Value], out: list[tuple[Value, Value]]
+    emit: Emitter, weights: list[Value], values: ByteHead, indices: list[Value], out: list[tuple[Value, Value]]
 ) -> None:
     """`add_bytes` for the vectors with these indices. out: of each row, a pointer and the factor of its sums."""
     builder = emit.builder
@@ -114,7 +110,7 @@ def _add_vectors(
     for i in range(KEYS // GROUP):
         before = builder.mul(values.num_vectors, INT64(i))
         numbers = [builder.add(before, index) for index in indices]
-        groups.append([emit.load(values.vector(emit, number), INTS) for number in numbers])
+        groups.append([emit.load(vector_at(emit, values.at, number), INTS) for number in numbers])
     sums = (_sums_of_limbs if knows_vnni() else _sums_of_shorts)(emit, weights, groups)
     for i, index in enumerate(indices):
         for total, (out_at, factor) in zip(sums[i], out, strict=True):
@@ -122,9 +118,9 @@ def _add_vectors(
             emit.store(emit.multiply_add(total, factor, emit.load(target, FLOATS)), target)
 
 
-def _read_keys(emit: Emitter, segment: Segment, index: Value) -> Value:
+def _read_keys(emit: Emitter, segment: ByteHead, index: Value) -> Value:
     segment.prefetch(emit, index)
-    return emit.load(segment.vector(emit, index), INTS)
+    return emit.load(vector_at(emit, segment.at, index), INTS)
 
 
 def _sums_of_limbs(emit: Emitter, weights: list[Value], groups: list[list[Value]]) -> list[list[Value]]:

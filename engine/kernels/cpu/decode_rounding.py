@@ -17,7 +17,6 @@ from engine.kernels.cpu.compiler import (
     INT32,
     INT64,
     INTS,
-    TINY_BITS,
     Builder,
     CodeContext,
     Emitter,
@@ -29,7 +28,6 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
-    largest_of,
 )
 from engine.kernels.cpu.kv_segments import ALL_BYTES, scales_at, vector_at
 from engine.kernels.cpu.machine import (
@@ -42,7 +40,14 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
 )
 from engine.kernels.cpu.parts import select_by_dtype
-from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, shorts_of, write_float
+from engine.kernels.cpu.vectors import (
+    TINY_BITS,
+    largest_magnitude,
+    largest_of,
+    quantise_vectors,
+    shorts_of,
+    write_float,
+)
 
 _INTP = types.intp
 _QUERY_LEVELS = 127.0 * 256

@@ -7,14 +7,17 @@ vector as gates and the second as the values, and stores one vector, silu(gate) 
 
 from typing import NamedTuple
 
+from llvmlite import ir
 from numba import types
 
 from engine.kernels.cpu.arguments import Address
 from engine.kernels.cpu.compiler import (
     FLOAT,
     FLOATS,
+    INT32,
     INT64,
     INTS,
+    VOID,
     Builder,
     CodeContext,
     Emitter,
@@ -27,7 +30,7 @@ from engine.kernels.cpu.compiler import (
     constant,
     emitted,
 )
-from engine.kernels.cpu.machine import FLOAT_BYTES, LOG2_E, VECTOR_BYTES, knows_vnni
+from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES, knows_avx512, knows_vnni
 
 STORE, ADD, GATE = range(3)
 FINISH_ROWS = 4
@@ -97,11 +100,12 @@ class Finish:
         low, high = (self._scaled(emit.at(sums, i * VECTOR_BYTES), factor, i) for i in range(2))
         out = emit.at(self._out, builder.mul(row, self._out_step))
         if self._mode == GATE:
-            emit.store_if(exists, gated_silu(emit, low, high), out)
+            _store_if(emit, exists, gated_silu(emit, low, high), out)
             return
         adds = self._mode == ADD
-        emit.store_if(exists, low, out, adds=adds)
-        emit.store_if(builder.and_(exists, self._has_both_panels), high, emit.at(out, VECTOR_BYTES), adds=adds)
+        _store_if(emit, exists, low, out, adds=adds)
+        both_exist = builder.and_(exists, self._has_both_panels)
+        _store_if(emit, both_exist, high, emit.at(out, VECTOR_BYTES), adds=adds)
 
     def _scaled(self, sums: Value, factor: Value, panel: int) -> Value:
         """(sum - offset) * scale * factor + bias."""
@@ -111,6 +115,21 @@ class Finish:
         if self._is_int8:
             total = builder.sitofp(builder.sub(total, offsets) if knows_vnni() else total, FLOATS)
         return emit.multiply_add(total, builder.fmul(scales, factor), biases)
+
+
+def _store_if(emit: Emitter, condition: Value, value: Value, pointer: Value, *, adds: bool = False) -> None:
+    """Store 16 fp32 lanes at a byte pointer, or add them to what is there, if the condition holds."""
+    builder = emit.builder
+    if not knows_avx512():  # masked stores of AVX2 take tens of cycles on AMD's cores
+        with builder.if_then(condition):
+            emit.store(builder.fadd(emit.load(pointer, FLOATS), value) if adds else value, pointer)
+        return
+    lanes = builder.bitcast(builder.sext(condition, ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
+    at = builder.bitcast(pointer, FLOATS.as_pointer())
+    if adds:
+        there = emit.call("llvm.masked.load.v16f32.p0", FLOATS, at, INT32(4), lanes, constant(FLOATS, 0.0))
+        value = builder.fadd(there, value)
+    emit.call("llvm.masked.store.v16f32.p0", VOID, value, at, INT32(4), lanes)
 
 
 def gated_silu(emit: Emitter, gate: Value, up: Value) -> Value:

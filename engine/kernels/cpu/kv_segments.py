@@ -41,7 +41,6 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
-    largest_of,
 )
 from engine.kernels.cpu.machine import (
     GROUP,
@@ -52,6 +51,7 @@ from engine.kernels.cpu.machine import (
     knows_avx512,
 )
 from engine.kernels.cpu.parts import select_by_dtype
+from engine.kernels.cpu.vectors import largest_of
 
 _NOTHING = np.float32(-0.0)
 """Leaves every number that it is added to as it is: 0 would make 0 of -0."""

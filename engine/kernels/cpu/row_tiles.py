@@ -1,7 +1,6 @@
 """Tiles of as many rows as are left of a product, for weights of all types."""
 
 import itertools
-from collections.abc import Callable
 from functools import reduce
 from typing import NamedTuple
 
@@ -79,23 +78,26 @@ def multiply_rows(
         place = _Place(first, end, distance, panel_bytes)
         ahead = _ahead(builder, place, _MOST_IN_TURN.get(element, 0) if knows_avx512() else 0)
 
-        def write(size: int) -> None:
-            if element == types.uint8:
-                write_nibble_tile(emit, product, a_step, (group, numbers), (size, _PANELS), ahead[0])
-                return
+        def write(num_rows: int) -> Value:
+            size = num_rows, _PANELS
             depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
-            if element in (types.boolean, types.uint32):
+            if element == types.uint8:
+                write_nibble_tile(emit, product, a_step, (group, numbers), size, ahead[0])
+            elif element in (types.boolean, types.uint32):
                 # Units of several forms: one tile for both cases takes half as long to compile, and 1 % longer to run.
                 own_group = group if element == types.boolean else None
-                write_tile(emit, product, depth, (size, _PANELS), element, ahead, own_group)
-                return
-            with builder.if_else(builder.icmp_signed("!=", ahead[0], INT64(0))) as (prefetches, does_not):
-                with prefetches:
-                    write_tile(emit, product, depth, (size, _PANELS), element, ahead)
-                with does_not:
-                    write_tile(emit, product, depth, (size, _PANELS), element)
+                write_tile(emit, product, depth, size, element, ahead, own_group)
+            else:
+                with builder.if_else(builder.icmp_signed("!=", ahead[0], INT64(0))) as (prefetches, does_not):
+                    with prefetches:
+                        write_tile(emit, product, depth, size, element, ahead)
+                    with does_not:
+                        write_tile(emit, product, depth, size, element)
+            return INT64(num_rows)
 
-        return _write_tiles(builder, _num_rows(builder, place, element), _sizes(element), write)
+        sizes = _sizes(element)
+        first_sizes = [_first_size(count, sizes) for count in range(2 * sizes[-1])]
+        return emit.choose(_num_rows(builder, place, element), first_sizes, write)
 
     return types.intp(matrices, types.intp, types.intp, rows, types.intp, element), generate
 
@@ -154,23 +156,3 @@ def _first_size(num_rows: int, sizes: tuple[int, ...]) -> int:
         return next(size for size in sizes if size >= num_rows)
     pairs = (pair for pair in itertools.product(sizes, repeat=2) if sum(pair) >= num_rows)
     return min(pairs, key=lambda pair: (sum(pair), -pair[0]))[0]
-
-
-def _write_tiles(builder: Builder, num_rows: Value, sizes: tuple[int, ...], write: Callable[[int], None]) -> Value:
-    """Write the code of all tiles, of which the first one for `num_rows` runs. Returns its rows."""
-    blocks = {size: builder.append_basic_block(f"rows_{size}") for size in sizes}
-    switch, end = builder.switch(num_rows, blocks[sizes[-1]]), builder.append_basic_block("multiplied")
-    for count in range(1, 2 * sizes[-1]):
-        if (size := _first_size(count, sizes)) < sizes[-1]:
-            switch.add_case(INT64(count), blocks[size])
-    written: list[tuple[int, Value]] = []
-    for size, block in blocks.items():
-        builder.position_at_end(block)
-        write(size)
-        written.append((size, builder.block))
-        builder.branch(end)
-    builder.position_at_end(end)
-    result = builder.phi(INT64)
-    for size, block in written:
-        result.add_incoming(INT64(size), block)
-    return result

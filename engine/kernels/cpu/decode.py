@@ -25,11 +25,15 @@ from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.decode_rounding import prepare_queries, prepare_weights
 from engine.kernels.cpu.decode_vectors import (
     MAX_QUERY_ROWS,
+    NOTHING,
+    Ahead,
     CacheRows,
     KeyRows,
     add_values,
+    fetches_of,
     score_keys,
     segments_at_once,
+    tokens_per_byte,
 )
 from engine.kernels.cpu.kv_segments import head_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, SLOT_BYTES, SPLIT, VECTOR_BYTES
@@ -58,11 +62,19 @@ class DecodeQuery(NamedTuple):
     result: int  # index of its first split in `Splits`, if it has several
 
 
+class _Heads(NamedTuple):
+    """The key/value heads of a split that a thread attends with, and the factor of `Ahead`."""
+
+    first: int
+    end: int
+    tokens_per_byte: int
+
+
 class _Split(NamedTuple):
     """Some key/value heads of one split of a query's context."""
 
     number: int
-    heads: Range
+    heads: _Heads
     tokens: Range
 
 
@@ -108,7 +120,8 @@ def attend_decode(query: DecodeQuery, own: Range, shape: HeadShape, memory: Atte
                 at = memory.query_rows + query.row * memory.query_bytes
                 fill_row(memory.factors, (shape.num_heads + LANES - 1) // LANES, _ONE)
                 prepared = prepare_queries(at, shape.num_heads, shape, memory, kv.element)
-            _attend_split(query, _Split(number, Range(first_head, end_head), tokens), prepared, shape, memory, kv)
+            heads = _Heads(first_head, end_head, tokens_per_byte((end_head - first_head) * shape.row_bytes))
+            _attend_split(query, _Split(number, heads, tokens), prepared, shape, memory, kv)
 
 
 @jit
@@ -201,7 +214,7 @@ def join_splits(query: DecodeQuery, shape: HeadShape, memory: AttentionMemory, p
 @jit
 def _score_segments(
     queries: Matrix,
-    heads: Range,
+    heads: _Heads,
     shape: HeadShape,
     memory: AttentionMemory,
     keys: _Segments,
@@ -211,23 +224,24 @@ def _score_segments(
     """Write scores [query heads, keys] of all segments to memory.scores, without the queries' factors."""
     num_heads, group = heads.end - heads.first, shape.num_heads // shape.num_kv_heads
     row_bytes, at_once = keys.num_segments * VECTOR_BYTES, segments_at_once(group, element)
+    fetches = fetches_of(num_heads, shape.num_kv_heads, element)
     for i in range(0, keys.num_segments, at_once):
         last = min(i + at_once, keys.num_segments) - 1
         for head in range(num_heads):
-            first_rows = _rows_of_head(keys, i, heads.first + head, shape, after, element)
-            last_rows = _rows_of_head(keys, last, heads.first + head, shape, after, element)
+            first_rows = _rows_of_head(keys, i, heads, head, shape, after, element)
+            last_rows = _rows_of_head(keys, last, heads, head, shape, after, element)
             rows = KeyRows(first_rows, last_rows, (last - i) * VECTOR_BYTES)
             for g in range(0, group, MAX_QUERY_ROWS):
                 row = head * group + g
                 left = Matrix(queries.address + row * queries.step, queries.step)
                 out = Matrix(memory.scores + row * row_bytes + i * VECTOR_BYTES, row_bytes)
-                score_keys(left, rows, out, Range(g, group), element)
+                score_keys(left, rows, out, group - g, NOTHING if g else fetches, element)
 
 
 @jit
 def _add_segments(
     out: Address,
-    heads: Range,
+    heads: _Heads,
     shape: HeadShape,
     memory: AttentionMemory,
     values: _Segments,
@@ -237,19 +251,20 @@ def _add_segments(
     """Add the values of all segments to `out`, weighted by the softmax weights in memory.scores."""
     num_heads, group = heads.end - heads.first, shape.num_heads // shape.num_kv_heads
     row_bytes, scores, head_bytes = values.num_segments * VECTOR_BYTES, memory.scores, shape.head_dim * FLOAT_BYTES
+    fetches = fetches_of(num_heads, shape.num_kv_heads, element)
     for i in range(values.num_segments + 1):
         for head in range(num_heads):
             if i < values.num_segments:  # prepared while the segment before is added: no weight waits for another
-                rows = _rows_of_head(values, i, heads.first + head, shape, after, element)
+                rows = _rows_of_head(values, i, heads, head, shape, after, element)
                 weights = Matrix(scores + head * group * row_bytes + i * VECTOR_BYTES, row_bytes)
                 prepare_weights(weights, group, rows.address, rows.num_vectors, element)
         for head in range(num_heads if i else 0):
-            rows = _rows_of_head(values, i - 1, heads.first + head, shape, after, element)
+            rows = _rows_of_head(values, i - 1, heads, head, shape, after, element)
             for g in range(0, group, MAX_QUERY_ROWS):
                 row = head * group + g
                 weights = Matrix(scores + row * row_bytes + (i - 1) * VECTOR_BYTES, row_bytes)
                 target = Matrix(out + row * head_bytes, head_bytes)
-                add_values(weights, rows, target, Range(g, group), element)
+                add_values(weights, rows, target, group - g, NOTHING if g else fetches, element)
 
 
 @jit
@@ -264,14 +279,17 @@ def _following(query: DecodeQuery, split: _Split, memory: AttentionMemory, kv: L
 
 @jit
 def _rows_of_head(
-    segments: _Segments, i: int, head: int, shape: HeadShape, after: _Segments, element: Element
+    segments: _Segments, i: int, heads: _Heads, head: int, shape: HeadShape, after: _Segments, element: Element
 ) -> CacheRows:
-    """The rows of a head in segment number `i`, and what is prefetched meanwhile: as large a part of a segment that is
-    read soon, byte by byte, because memory is fastest in order.
+    """The rows of one of the heads in segment number `i`. Meanwhile its part of those of all of them is prefetched in a
+    segment that is read soon, byte by byte, because memory is fastest in order.
     """
     token_bytes = shape.num_kv_heads * shape.row_bytes
-    at = head_of(_segment(segments, i, token_bytes), head, shape, element)
-    ahead = _segment_ahead(segments, i + _PREFETCH_SEGMENTS, after, token_bytes) + head * KEYS * shape.row_bytes
+    at = head_of(_segment(segments, i, token_bytes), heads.first + head, shape, element)
+    segment_ahead = _segment_ahead(segments, i + _PREFETCH_SEGMENTS, after, token_bytes)
+    first, gap = head * KEYS * shape.row_bytes, token_bytes - (heads.end - heads.first) * shape.row_bytes
+    ahead_at = head_of(segment_ahead, heads.first, shape, element) + first
+    ahead = Ahead(ahead_at, first, heads.tokens_per_byte, gap)
     return CacheRows(at, token_bytes, shape.head_dim // LANES, ahead)
 
 

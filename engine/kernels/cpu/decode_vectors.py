@@ -1,11 +1,11 @@
 """Vector loops of decode attention: 16 keys or values of the cache against the query heads that share them, its group.
 
-Up to MAX_QUERY_ROWS rows, one for each query head, share a read of the cache. `rows` is a Range of a group's rows whose
-end is the group's: the first ones of it, up to MAX_QUERY_ROWS, are computed. There is code for each number of rows.
-Arguments are as in `vectors.py`. KV in int8 has loops of its own, see `decode_bytes.py`.
+Up to MAX_QUERY_ROWS rows, one for each query head, share a read of the cache: of the rows that are left of a group, the
+first ones are computed. There is code for each number of rows. Arguments are as in `vectors.py`. KV in int8 has loops
+of its own, see `decode_bytes.py`.
 
-The code for a group's first rows asks for memory that is read soon, a cache line for each that it reads. Many lines at
-once would wait for each other, and the code behind them for all.
+Code that fetches, which is for a group's first rows, asks for memory that is read soon, a cache line for each that it
+reads. Many lines at once would wait for each other, and the code behind them for all.
 """
 
 from collections.abc import Callable
@@ -31,6 +31,7 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
+    jit,
 )
 from engine.kernels.cpu.decode_bytes import AT_ONCE, ByteHead, add_bytes, score_bytes
 from engine.kernels.cpu.machine import (
@@ -45,19 +46,37 @@ from engine.kernels.cpu.parts import select_by_dtype
 
 MAX_QUERY_ROWS = 4 if knows_avx512() else 3
 """Maximum query rows that share one read of the cache."""
+NOTHING, IN_ORDER, BY_TOKEN = range(3)
+"""What code fetches meanwhile: nothing, what lies behind Ahead.first without a gap, or with the gaps between tokens."""
 _HALF = KEYS // 2
+_TOKEN_BITS = 48
 _IN_ORDER = [*range(0, KEYS, 2), *range(1, KEYS, 2)]
 
 
-class CacheRows(NamedTuple):
-    """16 rows of one head in the cache: the address of the first, bytes from row to row, vectors of a row, and the
-    address of as many bytes that are prefetched meanwhile.
+class Ahead(NamedTuple):
+    """What is prefetched of a segment that is read soon: as many bytes as are read, of the tokens' rows of the thread's
+    heads, from their byte number `first` on.
     """
+
+    address: Address  # of that byte, if no gap lies before it
+    first: int
+    tokens_per_byte: int  # see the function
+    gap: int  # bytes from the rows of a token to those of the next, which are other threads' heads
+
+
+class CacheRows(NamedTuple):
+    """16 rows of one head in the cache: the address of the first, bytes from row to row, and vectors of a row."""
 
     address: Address
     step: int
     num_vectors: int
-    ahead: Address
+    ahead: Ahead
+
+
+@jit
+def tokens_per_byte(token_bytes: int) -> int:
+    """A factor by which a shift gives the token of a byte: a division for each line would take too long."""
+    return (1 << _TOKEN_BITS) // token_bytes + 1
 
 
 class KeyRows(NamedTuple):
@@ -71,7 +90,7 @@ class KeyRows(NamedTuple):
 
 
 def segments_at_once(group: int, element: Element) -> int:
-    """Segments, one or two, whose keys share the reads of queries in `score_keys`, for a group of so many query heads."""
+    """Segments, one or two, whose keys share the reads of queries in `score_keys`, for a group of this size."""
     raise NotImplementedError
 
 
@@ -84,17 +103,37 @@ def _segments_of_floats(group: int, element: Element) -> int:
     return 1
 
 
+def fetches_of(num_heads: int, num_kv_heads: int, element: Element) -> int:
+    """How a thread fetches ahead that attends with some of all heads."""
+    raise NotImplementedError
+
+
+def _fetches_of_bytes(num_heads: int, num_kv_heads: int, element: Element) -> int:
+    return IN_ORDER
+
+
+def _fetches_of_floats(num_heads: int, num_kv_heads: int, element: Element) -> int:
+    return IN_ORDER if num_heads == num_kv_heads else BY_TOKEN
+
+
 select_by_dtype(segments_at_once, {types.int8: _segments_of_bytes}, _segments_of_floats)
+select_by_dtype(fetches_of, {types.int8: _fetches_of_bytes}, _fetches_of_floats)
 
 
 @emitted
 def score_keys(
-    typing: TypingContext, queries: NumbaType, keys: NumbaType, out: NumbaType, rows: NumbaType, element: NumbaType
+    typing: TypingContext,
+    queries: NumbaType,
+    keys: NumbaType,
+    out: NumbaType,
+    num_left: NumbaType,
+    fetches: NumbaType,
+    element: NumbaType,
 ) -> Intrinsic:
     """out[row][0:16] = dot products of each query row with 16 keys.
 
     queries: a Matrix of rows as `prepare_queries` returns it; keys: KeyRows; out: a Matrix, the scores of the first
-    segment.
+    segment; num_left: rows that are left of the group; fetches: one of NOTHING, IN_ORDER and BY_TOKEN.
     """
     is_int8 = element == types.int8
 
@@ -111,18 +150,25 @@ def score_keys(
             else:
                 _score_floats(emit, query_rows, _FloatRows(emit, keys[0], element, case), out_rows)
 
-        return _write_cases(emit, args[3], AT_ONCE if is_int8 else 1, write)
+        return _write_cases(emit, args[3:], element, write, AT_ONCE if is_int8 else 1)
 
-    return types.void(queries, keys, out, rows, element), generate
+    return types.void(queries, keys, out, types.intp, types.intp, element), generate
 
 
 @emitted
 def add_values(
-    typing: TypingContext, weights: NumbaType, values: NumbaType, out: NumbaType, rows: NumbaType, element: NumbaType
+    typing: TypingContext,
+    weights: NumbaType,
+    values: NumbaType,
+    out: NumbaType,
+    num_left: NumbaType,
+    fetches: NumbaType,
+    element: NumbaType,
 ) -> Intrinsic:
     """out[row] += sum over 16 keys of weights[row][key] * value row.
 
-    weights: a Matrix as `prepare_weights` leaves it; values: CacheRows; out: a Matrix.
+    weights: a Matrix as `prepare_weights` leaves it; values: CacheRows; out: a Matrix; the others as in
+    `score_keys`.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
@@ -135,41 +181,40 @@ def add_values(
             else:
                 _add_floats(emit, weight_rows, _FloatRows(emit, args[1], element, case), out_rows)
 
-        return _write_cases(emit, args[3], 1, write)
+        return _write_cases(emit, args[3:], element, write)
 
-    return types.void(weights, values, out, rows, element), generate
+    return types.void(weights, values, out, types.intp, types.intp, element), generate
 
 
 class _Case(NamedTuple):
-    """Rows, and segments of keys, that are computed at once; whether they are the first rows of a group, which ask for
-    memory.
-    """
+    """Rows, and segments of keys, that are computed at once, and what is fetched meanwhile."""
 
     num_rows: int
     num_segments: int
-    is_first: bool
+    fetches: int
 
 
-def _write_cases(emit: Emitter, rows: Value, at_once: int, write: Callable[[_Case], None]) -> Value:
-    """Write the code for each number of rows, of which that for `rows` runs. `at_once`: segments of keys that the rows
-    of a group share if they are more than MAX_QUERY_ROWS.
+def _write_cases(
+    emit: Emitter, args: Values, element: NumbaType, write: Callable[[_Case], None], at_once: int = 1
+) -> Value:
+    """Write the code of all cases, of which that for `num_left` and `fetches` runs. `at_once`: segments of keys that a
+    group of more than MAX_QUERY_ROWS shares the reads of queries for.
     """
-    builder, counts = emit.builder, range(1, MAX_QUERY_ROWS + 1)
-    cases = [_Case(count, 1, True) for count in counts]
-    cases.append(_Case(MAX_QUERY_ROWS, at_once, True))
-    cases += [_Case(count, at_once, False) for count in counts]
-    first, end = emit.members(rows, 2)
-    of_first = emit.smaller(end, INT64(MAX_QUERY_ROWS + 1))
-    left = emit.smaller(builder.sub(end, first), INT64(MAX_QUERY_ROWS))
-    is_first = builder.icmp_signed("==", first, INT64(0))
-    number = builder.select(is_first, of_first, builder.add(left, INT64(MAX_QUERY_ROWS + 1)))
+    (num_left, fetches, *_), builder = args, emit.builder
+    cases: list[_Case] = []
+    for kind in (NOTHING, IN_ORDER) if element == types.int8 else (NOTHING, IN_ORDER, BY_TOKEN):
+        for count in range(1, MAX_QUERY_ROWS + 2):  # the last one stands for all larger groups
+            has_many = kind == NOTHING or count > MAX_QUERY_ROWS
+            cases.append(_Case(min(count, MAX_QUERY_ROWS), at_once if has_many else 1, kind))
+    count = emit.smaller(num_left, INT64(MAX_QUERY_ROWS + 1))
+    number = builder.add(builder.mul(fetches, INT64(MAX_QUERY_ROWS + 1)), builder.sub(count, INT64(1)))
 
     def write_and_return(case: _Case) -> Value:
         write(case)
         nothing: Value = emit.context.get_dummy_value()
         return nothing
 
-    return emit.choose(builder.sub(number, INT64(1)), cases, write_and_return)
+    return emit.choose(number, cases, write_and_return)
 
 
 def _row_pointers(emit: Emitter, matrix: Value, num_rows: int) -> list[Value]:
@@ -179,17 +224,18 @@ def _row_pointers(emit: Emitter, matrix: Value, num_rows: int) -> list[Value]:
 
 def _byte_head(emit: Emitter, rows: Value, case: _Case) -> ByteHead:
     address, _, num_vectors, ahead = emit.members(rows, 4)
-    return ByteHead(emit.pointer(address), num_vectors, emit.pointer(ahead) if case.is_first else None)
+    ahead_at, _ = emit.matrix(ahead)
+    return ByteHead(emit.pointer(address), num_vectors, ahead_at if case.fetches else None)
 
 
 class _FloatRows:
     """CacheRows of fp32 or fp16, while code is written."""
 
     def __init__(self, emit: Emitter, rows: Value, element: NumbaType, case: _Case) -> None:
-        address, step, self.num_vectors, ahead = emit.members(rows, 4)
+        address, step, self.num_vectors, self._ahead = emit.members(rows, 4)
         self._emit, self._element, self._vector_bytes = emit, element, LANES * element.bitwidth // 8
         self._rows = [emit.at(emit.pointer(address), emit.builder.mul(step, INT64(key))) for key in range(KEYS)]
-        self._ahead = emit.pointer(ahead) if case.is_first else None
+        self._fetches = case.fetches
 
     def vector(self, key: int, index: Value) -> Value:
         """Vector number `index` of the row of a key, as fp32."""
@@ -198,14 +244,21 @@ class _FloatRows:
 
     def prefetch(self, index: Value, keys: range) -> None:
         """Prefetch lines in order, as many as vector number `index` of some keys has in a loop over all keys."""
-        per_line, builder = CACHE_LINE_BYTES // self._vector_bytes, self._emit.builder
+        emit, builder, per_line = self._emit, self._emit.builder, CACHE_LINE_BYTES // self._vector_bytes
         size = max(len(keys), per_line)  # one of two keys asks for the lines of both
-        if self._ahead is None or keys.start % size:
+        if not self._fetches or keys.start % size:
             return
-        first = builder.add(builder.mul(self.num_vectors, INT64(keys.start)), builder.mul(index, INT64(size)))
-        at = self._emit.at(self._ahead, builder.mul(first, INT64(self._vector_bytes)))
-        for line in range(size // per_line):
-            self._emit.prefetch(self._emit.at(at, line * CACHE_LINE_BYTES), to_l2=True)
+        address, first, tokens_per_byte, gap = emit.members(self._ahead, 4)
+        before = builder.add(builder.mul(self.num_vectors, INT64(keys.start)), builder.mul(index, INT64(size)))
+        before = builder.mul(before, INT64(self._vector_bytes))
+        at = emit.at(emit.pointer(address), before)
+        for start in range(0, size * self._vector_bytes, CACHE_LINE_BYTES):
+            line = emit.at(at, start)
+            if self._fetches == BY_TOKEN:
+                byte = builder.add(builder.add(first, before), INT64(start))
+                token = builder.lshr(builder.mul(byte, tokens_per_byte), INT64(_TOKEN_BITS))
+                line = emit.at(line, builder.mul(token, gap))
+            emit.prefetch(line, to_l2=True)
 
 
 def _score_floats(emit: Emitter, queries: list[Value], keys: _FloatRows, out: list[Value]) -> None:

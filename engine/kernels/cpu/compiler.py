@@ -130,6 +130,8 @@ _POWERS = tuple(
     float(np.float32(c))
     for c in (1.5353362e-4, 1.3398874e-3, 9.6184370e-3, 5.5503324e-2, 2.4022648e-1, 6.9314720e-1, 1.0)
 )
+TINY_BITS = 0x1E3CE508
+"""The bits of TINY, 1e-20, the least magnitude that a row is scaled by: so a row of zeros has a scale."""
 _ZEROS = ir.Constant(INTS, [0] * LANES)
 _FP16_OF_FP8 = -0x4001
 """The bits of fp16 that a sign-extended byte of fp8 fills, shifted by 7: all but the highest of the exponent."""
@@ -177,6 +179,10 @@ class Emitter:
     def at(self, pointer: Value, offset: Value | int) -> Value:
         """The byte pointer `offset` bytes further on."""
         return self.builder.gep(pointer, [INT64(offset) if isinstance(offset, int) else offset])
+
+    def vector_at(self, pointer: Value, index: Value) -> Value:
+        """The byte pointer `index` vectors further on."""
+        return self.at(pointer, self.builder.mul(index, INT64(VECTOR_BYTES)))
 
     def load(self, pointer: Value, loaded_type: LLVMType, align: int = 4) -> Value:
         """Load a value of `loaded_type` from a byte pointer; `align` in bytes."""
@@ -336,25 +342,17 @@ class Emitter:
             slot.align = VECTOR_BYTES
         self.builder.asm(ir.FunctionType(VOID, [BYTE_POINTER]), "", "r", [slot], True)
 
-    def choose(self, number: Value, cases: Sequence[T], write: Callable[[T], Value]) -> Value:
-        """Write code for each case, of which that with this number runs, or the last one if there is none. Equal cases
-        share their code. Returns the value of `write` for the case that runs.
-        """
-        builder = self.builder
-        blocks = {case: builder.append_basic_block("case") for case in dict.fromkeys(cases)}
-        switch, end = builder.switch(number, blocks[cases[-1]]), builder.append_basic_block("chosen")
+    def choose(self, number: Value, cases: Sequence[T], write: Callable[[T], None]) -> None:
+        """Write code for each case, of which that with this number runs, or the last one. Equal cases share theirs."""
+        blocks = {case: self.builder.append_basic_block("case") for case in dict.fromkeys(cases)}
+        switch, end = self.builder.switch(number, blocks[cases[-1]]), self.builder.append_basic_block("chosen")
         for i, case in enumerate(cases[:-1]):
             switch.add_case(INT64(i), blocks[case])
-        written: list[tuple[Value, Value]] = []
         for case, block in blocks.items():
-            builder.position_at_end(block)
-            written.append((write(case), builder.block))
-            builder.branch(end)
-        builder.position_at_end(end)
-        chosen = builder.phi(written[0][0].type)
-        for value, block in written:
-            chosen.add_incoming(value, block)
-        return chosen
+            self.builder.position_at_end(block)
+            write(case)
+            self.builder.branch(end)
+        self.builder.position_at_end(end)
 
     @contextmanager
     def loop(self, count: Value, carried: list[Value]) -> Iterator["Loop"]:
@@ -390,3 +388,13 @@ class Loop:
     index: Value
     carried: list[Value]
     next: list[Value]
+
+
+def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
+    """Write code for a row's largest magnitude, at least TINY; NaN, which only its bits tell, if the row has one."""
+    at = emit.pointer(values)
+    with emit.loop(num_vectors, [constant(INTS, TINY_BITS)]) as loop:
+        read = emit.load(emit.vector_at(at, loop.index), INTS)
+        magnitudes = emit.builder.and_(read, constant(INTS, 0x7FFFFFFF))
+        loop.next.append(emit.call("llvm.smax.v16i32", INTS, loop.carried[0], magnitudes))
+    return emit.builder.bitcast(emit.call("llvm.vector.reduce.smax.v16i32", INT32, loop.next[0]), FLOAT)

@@ -7,7 +7,6 @@ Keys and values are multiplied as they lie (see `kv_segments.py`), with queries 
 from typing import NamedTuple
 
 from engine.kernels.cpu.compiler import FLOAT, FLOATS, INT32, INT64, INTS, Emitter, Value, constant
-from engine.kernels.cpu.kv_segments import scales_at, vector_at
 from engine.kernels.cpu.machine import (
     FACTOR_AT,
     GROUP,
@@ -29,13 +28,14 @@ class ByteHead(NamedTuple):
     """One head of a segment, while code is written, and as many bytes `ahead` that are prefetched meanwhile, if any."""
 
     at: Value
+    scales_at: Value
     num_vectors: Value
     ahead: Value | None
 
     def prefetch(self, emit: Emitter, number: Value, lines: int = 1) -> None:
         """Prefetch the lines that lie as far ahead as vector `number` and those behind it."""
         if self.ahead is not None:
-            at = vector_at(emit, self.ahead, number)
+            at = emit.vector_at(self.ahead, number)
             for i in range(lines):
                 emit.prefetch(emit.at(at, i * VECTOR_BYTES), to_l2=True)
 
@@ -49,7 +49,7 @@ def score_bytes(emit: Emitter, queries: list[Value], segments: list[ByteHead], o
     sums = (_scores_of_limbs if knows_vnni() else _scores_of_shorts)(emit, queries, segments)
     for segment, totals, rows in zip(segments, sums, out, strict=True):
         segment.prefetch_scales(emit)
-        scales = emit.load(scales_at(emit, segment.at, segment.num_vectors), FLOATS)
+        scales = emit.load(segment.scales_at, FLOATS)
         for total, row in zip(totals, rows, strict=True):
             emit.store(emit.builder.fmul(total, scales), row)
 
@@ -110,7 +110,7 @@ def _add_vectors(
     for i in range(KEYS // GROUP):
         before = builder.mul(values.num_vectors, INT64(i))
         numbers = [builder.add(before, index) for index in indices]
-        groups.append([emit.load(vector_at(emit, values.at, number), INTS) for number in numbers])
+        groups.append([emit.load(emit.vector_at(values.at, number), INTS) for number in numbers])
     sums = (_sums_of_limbs if knows_vnni() else _sums_of_shorts)(emit, weights, groups)
     for i, index in enumerate(indices):
         for total, (out_at, factor) in zip(sums[i], out, strict=True):
@@ -120,7 +120,7 @@ def _add_vectors(
 
 def _read_keys(emit: Emitter, segment: ByteHead, index: Value) -> Value:
     segment.prefetch(emit, index)
-    return emit.load(vector_at(emit, segment.at, index), INTS)
+    return emit.load(emit.vector_at(segment.at, index), INTS)
 
 
 def _sums_of_limbs(emit: Emitter, weights: list[Value], groups: list[list[Value]]) -> list[list[Value]]:

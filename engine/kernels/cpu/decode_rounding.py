@@ -17,6 +17,7 @@ from engine.kernels.cpu.compiler import (
     INT32,
     INT64,
     INTS,
+    TINY_BITS,
     Builder,
     CodeContext,
     Emitter,
@@ -28,8 +29,9 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
+    largest_of,
 )
-from engine.kernels.cpu.kv_segments import ALL_BYTES, scales_at, vector_at
+from engine.kernels.cpu.kv_segments import ALL_BYTES, scales_at
 from engine.kernels.cpu.machine import (
     FACTOR_AT,
     FLOAT_BYTES,
@@ -40,14 +42,7 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
 )
 from engine.kernels.cpu.parts import select_by_dtype
-from engine.kernels.cpu.vectors import (
-    TINY_BITS,
-    largest_magnitude,
-    largest_of,
-    quantise_vectors,
-    shorts_of,
-    write_float,
-)
+from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, shorts_of, write_float
 
 _INTP = types.intp
 _QUERY_LEVELS = 127.0 * 256
@@ -125,7 +120,7 @@ def split_query(
         largest, dim = largest_of(emit, args[0], args[1]), builder.mul(args[1], INT64(LANES))
         factor = emit.splat(builder.fdiv(FLOAT(_QUERY_LEVELS), largest))
         with emit.loop(args[1], [constant(INTS, 0)] * 2) as loop:
-            read = emit.load(vector_at(emit, values_at, loop.index), FLOATS)
+            read = emit.load(emit.vector_at(values_at, loop.index), FLOATS)
             levels = emit.rounded(builder.fmul(read, factor))
             high = builder.ashr(builder.add(levels, constant(INTS, 128)), constant(INTS, 8))
             low = builder.sub(levels, builder.shl(high, constant(INTS, 8)))

@@ -34,6 +34,7 @@ from engine.kernels.cpu.compiler import (
     jit,
 )
 from engine.kernels.cpu.decode_bytes import AT_ONCE, ByteHead, add_bytes, score_bytes
+from engine.kernels.cpu.kv_segments import scales_at
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
     FLOAT_BYTES,
@@ -209,12 +210,9 @@ def _write_cases(
     count = emit.smaller(num_left, INT64(MAX_QUERY_ROWS + 1))
     number = builder.add(builder.mul(fetches, INT64(MAX_QUERY_ROWS + 1)), builder.sub(count, INT64(1)))
 
-    def write_and_return(case: _Case) -> Value:
-        write(case)
-        nothing: Value = emit.context.get_dummy_value()
-        return nothing
-
-    return emit.choose(number, cases, write_and_return)
+    emit.choose(number, cases, write)
+    nothing: Value = emit.context.get_dummy_value()
+    return nothing
 
 
 def _row_pointers(emit: Emitter, matrix: Value, num_rows: int) -> list[Value]:
@@ -225,7 +223,8 @@ def _row_pointers(emit: Emitter, matrix: Value, num_rows: int) -> list[Value]:
 def _byte_head(emit: Emitter, rows: Value, case: _Case) -> ByteHead:
     address, _, num_vectors, ahead = emit.members(rows, 4)
     ahead_at, _ = emit.matrix(ahead)
-    return ByteHead(emit.pointer(address), num_vectors, ahead_at if case.fetches else None)
+    at = emit.pointer(address)
+    return ByteHead(at, scales_at(emit, at, num_vectors), num_vectors, ahead_at if case.fetches else None)
 
 
 class _FloatRows:

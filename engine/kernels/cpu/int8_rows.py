@@ -9,8 +9,7 @@ floats.
 import numpy as np
 
 from engine.kernels.cpu.arguments import Bytes, Floats
-from engine.kernels.cpu.compiler import entry, jit
-from engine.kernels.cpu.vectors import TINY_BITS
+from engine.kernels.cpu.compiler import TINY_BITS, entry, jit
 
 
 @jit

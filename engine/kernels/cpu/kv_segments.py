@@ -41,6 +41,7 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
+    largest_of,
 )
 from engine.kernels.cpu.machine import (
     GROUP,
@@ -51,7 +52,6 @@ from engine.kernels.cpu.machine import (
     knows_avx512,
 )
 from engine.kernels.cpu.parts import select_by_dtype
-from engine.kernels.cpu.vectors import largest_of
 
 _NOTHING = np.float32(-0.0)
 """Leaves every number that it is added to as it is: 0 would make 0 of -0."""
@@ -65,10 +65,6 @@ _INTP = types.intp
 def scales_at(emit: Emitter, segment: Value, num_vectors: Value) -> Value:
     """Pointer to a segment's 16 scales."""
     return emit.at(segment, emit.builder.mul(num_vectors, INT64(LANES * KEYS)))
-
-
-def vector_at(emit: Emitter, segment: Value, index: Value) -> Value:
-    return emit.at(segment, emit.builder.mul(index, INT64(VECTOR_BYTES)))
 
 
 def _store_scale(emit: Emitter, values: Value, num_vectors: Value, segment: Value, token: Value) -> Value:
@@ -92,12 +88,12 @@ def write_key(
         factor = _store_scale(emit, args[0], args[1], segment_at, args[3])
         lane = emit.at(segment_at, builder.mul(args[3], INT64(GROUP)))
         with emit.loop(args[1], []) as loop:
-            read = emit.load(vector_at(emit, values_at, loop.index), FLOATS)
+            read = emit.load(emit.vector_at(values_at, loop.index), FLOATS)
             levels = builder.trunc(emit.rounded(builder.fmul(read, factor)), BYTES)
             groups = builder.bitcast(levels, _QUADS)
             for i in range(LANES // GROUP):
                 index = builder.add(builder.mul(loop.index, INT64(LANES // GROUP)), INT64(i))
-                emit.store(builder.extract_element(groups, INT32(i)), vector_at(emit, lane, index))
+                emit.store(builder.extract_element(groups, INT32(i)), emit.vector_at(lane, index))
         return context.get_dummy_value()
 
     return types.void(*[_INTP] * 4), generate
@@ -119,9 +115,9 @@ def write_value(
         token_bytes = builder.shl(INT64(0x1111111111111111), lane)
         mask = builder.bitcast(token_bytes, ir.VectorType(ir.IntType(1), LANES * GROUP))
         with emit.loop(args[1], []) as loop:
-            read = emit.load(vector_at(emit, values_at, loop.index), FLOATS)
+            read = emit.load(emit.vector_at(values_at, loop.index), FLOATS)
             levels = emit.rounded(builder.fmul(read, factor))
-            at = vector_at(emit, group_at, loop.index)
+            at = emit.vector_at(group_at, loop.index)
             if knows_avx512():
                 spread = builder.bitcast(builder.shl(levels, bits), ALL_BYTES)
                 at = builder.bitcast(at, ALL_BYTES.as_pointer())
@@ -156,8 +152,8 @@ def read_byte_keys(typing: TypingContext, segment: NumbaType, num_vectors: Numba
         segment_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
         scales = emit.load(scales_at(emit, segment_at, args[1]), FLOATS)
         with emit.loop(builder.mul(args[1], INT64(GROUP)), []) as loop:
-            target = vector_at(emit, out_at, builder.mul(loop.index, INT64(GROUP)))
-            for i, numbers in enumerate(_fours(emit, vector_at(emit, segment_at, loop.index))):
+            target = emit.vector_at(out_at, builder.mul(loop.index, INT64(GROUP)))
+            for i, numbers in enumerate(_fours(emit, emit.vector_at(segment_at, loop.index))):
                 emit.store(builder.fmul(numbers, scales), emit.at(target, i * VECTOR_BYTES))
         return context.get_dummy_value()
 
@@ -175,9 +171,9 @@ def read_byte_values(typing: TypingContext, segment: NumbaType, num_vectors: Num
         scales = [emit.splat(emit.load(emit.at(first_scale, 4 * token), FLOAT)) for token in range(KEYS)]
         with emit.loop(args[1], []) as loop:
             for group in range(KEYS // GROUP):
-                at = emit.at(vector_at(emit, segment_at, loop.index), builder.mul(row_bytes, INT64(group)))
+                at = emit.at(emit.vector_at(segment_at, loop.index), builder.mul(row_bytes, INT64(group)))
                 for token, numbers in enumerate(_fours(emit, at), GROUP * group):
-                    target = emit.at(vector_at(emit, out_at, loop.index), builder.mul(row_bytes, INT64(token)))
+                    target = emit.at(emit.vector_at(out_at, loop.index), builder.mul(row_bytes, INT64(token)))
                     emit.store(builder.fmul(numbers, scales[token]), target)
         return context.get_dummy_value()
 
@@ -199,7 +195,7 @@ def transpose_byte_values(
             rows: list[Value] = []
             for group in range(KEYS // GROUP):
                 rows += _fours(
-                    emit, emit.at(vector_at(emit, segment_at, loop.index), builder.mul(row_bytes, INT64(group)))
+                    emit, emit.at(emit.vector_at(segment_at, loop.index), builder.mul(row_bytes, INT64(group)))
                 )
             target = emit.at(out_at, builder.mul(loop.index, INT64(LANES * VECTOR_BYTES)))
             for i, lanes in enumerate(_transposed(builder, rows)):
@@ -298,7 +294,7 @@ def write_row(
         emit = Emitter(context, builder)
         values_at, row_at, addend = emit.pointer(args[0]), emit.pointer(args[2]), emit.splat(args[3])
         with emit.loop(args[1], []) as loop:
-            read = emit.add_in_order(emit.load(vector_at(emit, values_at, loop.index), FLOATS), addend)
+            read = emit.add_in_order(emit.load(emit.vector_at(values_at, loop.index), FLOATS), addend)
             if bits == 16:
                 read = builder.fptrunc(read, HALVES)
             emit.store(read, emit.at(row_at, builder.mul(loop.index, INT64(LANES * bits // 8))), bits // 8)

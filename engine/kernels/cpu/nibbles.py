@@ -49,6 +49,7 @@ from engine.kernels.cpu.compiler import (
     Value,
     Values,
     emitted,
+    largest_of,
 )
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
@@ -66,7 +67,6 @@ from engine.kernels.cpu.machine import (
     knows_avx512,
     knows_vnni,
 )
-from engine.kernels.cpu.vectors import largest_of
 
 _ZERO_BITS = 4
 """MAX_ZERO is 2 to this."""

@@ -1,6 +1,7 @@
 """Tiles of as many rows as are left of a product, for weights of all types."""
 
 import itertools
+from collections.abc import Callable
 from functools import reduce
 from typing import NamedTuple
 
@@ -78,7 +79,7 @@ def multiply_rows(
         place = _Place(first, end, distance, panel_bytes)
         ahead = _ahead(builder, place, _MOST_IN_TURN.get(element, 0) if knows_avx512() else 0)
 
-        def write(num_rows: int) -> Value:
+        def write(num_rows: int) -> None:
             size = num_rows, _PANELS
             depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
             if element == types.uint8:
@@ -93,11 +94,8 @@ def multiply_rows(
                         write_tile(emit, product, depth, size, element, ahead)
                     with does_not:
                         write_tile(emit, product, depth, size, element)
-            return INT64(num_rows)
 
-        sizes = _sizes(element)
-        first_sizes = [_first_size(count, sizes) for count in range(2 * sizes[-1])]
-        return emit.choose(_num_rows(builder, place, element), first_sizes, write)
+        return _write_tiles(emit, _num_rows(builder, place, element), _sizes(element), write)
 
     return types.intp(matrices, types.intp, types.intp, rows, types.intp, element), generate
 
@@ -156,3 +154,18 @@ def _first_size(num_rows: int, sizes: tuple[int, ...]) -> int:
         return next(size for size in sizes if size >= num_rows)
     pairs = (pair for pair in itertools.product(sizes, repeat=2) if sum(pair) >= num_rows)
     return min(pairs, key=lambda pair: (sum(pair), -pair[0]))[0]
+
+
+def _write_tiles(emit: Emitter, num_rows: Value, sizes: tuple[int, ...], write: Callable[[int], None]) -> Value:
+    """Write the code of all tiles, of which the first one for `num_rows` runs. Returns its rows."""
+    ends: dict[int, Value] = {}
+
+    def write_tile_of(size: int) -> None:
+        write(size)
+        ends[size] = emit.builder.block
+
+    emit.choose(num_rows, [_first_size(count, sizes) for count in range(2 * sizes[-1])], write_tile_of)
+    result = emit.builder.phi(INT64)
+    for size, end in ends.items():
+        result.add_incoming(INT64(size), end)
+    return result

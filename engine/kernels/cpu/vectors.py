@@ -31,6 +31,7 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
+    largest_of,
 )
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
@@ -44,8 +45,6 @@ from engine.kernels.cpu.machine import (
 
 _INTP = types.intp
 INFINITY_BITS = 0x7F800000
-TINY_BITS = 0x1E3CE508
-"""The bits of TINY, 1e-20, the least magnitude that a row is scaled by: so a row of zeros has a scale."""
 
 
 @emitted
@@ -104,16 +103,6 @@ def fill_row(typing: TypingContext, out: NumbaType, num_vectors: NumbaType, valu
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP, types.float32), generate
-
-
-def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
-    """Write code for a row's largest magnitude, at least TINY; NaN, which only its bits tell, if the row has one."""
-    at = emit.pointer(values)
-    with emit.loop(num_vectors, [constant(INTS, TINY_BITS)]) as loop:
-        read = emit.load(emit.at(at, emit.builder.mul(loop.index, INT64(VECTOR_BYTES))), INTS)
-        magnitudes = emit.builder.and_(read, constant(INTS, 0x7FFFFFFF))
-        loop.next.append(emit.call("llvm.smax.v16i32", INTS, loop.carried[0], magnitudes))
-    return emit.builder.bitcast(emit.call("llvm.vector.reduce.smax.v16i32", INT32, loop.next[0]), FLOAT)
 
 
 @emitted

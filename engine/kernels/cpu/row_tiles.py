@@ -79,21 +79,21 @@ def multiply_rows(
         place = _Place(first, end, distance, panel_bytes)
         ahead = _ahead(builder, place, _MOST_IN_TURN.get(element, 0) if knows_avx512() else 0)
 
-        def write(num_rows: int) -> None:
-            size = num_rows, _PANELS
-            depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
+        def write(size: int) -> None:
             if element == types.uint8:
-                write_nibble_tile(emit, product, a_step, (group, numbers), size, ahead[0])
-            elif element in (types.boolean, types.uint32):
+                write_nibble_tile(emit, product, a_step, (group, numbers), (size, _PANELS), ahead[0])
+                return
+            depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
+            if element in (types.boolean, types.uint32):
                 # Units of several forms: one tile for both cases takes half as long to compile, and 1 % longer to run.
                 own_group = group if element == types.boolean else None
-                write_tile(emit, product, depth, size, element, ahead, own_group)
-            else:
-                with builder.if_else(builder.icmp_signed("!=", ahead[0], INT64(0))) as (prefetches, does_not):
-                    with prefetches:
-                        write_tile(emit, product, depth, size, element, ahead)
-                    with does_not:
-                        write_tile(emit, product, depth, size, element)
+                write_tile(emit, product, depth, (size, _PANELS), element, ahead, own_group)
+                return
+            with builder.if_else(builder.icmp_signed("!=", ahead[0], INT64(0))) as (prefetches, does_not):
+                with prefetches:
+                    write_tile(emit, product, depth, (size, _PANELS), element, ahead)
+                with does_not:
+                    write_tile(emit, product, depth, (size, _PANELS), element)
 
         return _write_tiles(emit, _num_rows(builder, place, element), _sizes(element), write)
 

@@ -79,8 +79,8 @@ class RouterSettings(ModelSettings, PublicTlsSettings):
     prefill_threshold: int = setting(0, "prompts with fewer uncached tokens are prefilled by the decode worker")
     prefill_overflow: int = setting(
         512,
-        "uncached prompt tokens that a decode worker may prefill at a time while the prefill workers are full, twice as "
-        "many if they are those of one prompt; 0: none",
+        "uncached prompt tokens that a decode worker may prefill at a time while the prefill workers are full, twice "
+        "as many if they are those of one prompt; 0: none",
     )
 
     max_attempts: int = setting(10, "consecutive attempts without a new token before a request fails")

@@ -16,7 +16,7 @@ import xxhash
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
 
-_RANGE = struct.Struct("<QQQQQQQQ")
+_IDENTITY = struct.Struct("<QQQQQQQQ")
 _FOLD = struct.Struct("<QQ")
 
 
@@ -145,7 +145,7 @@ def chunk_seed(seed: int, sequence_number: int, extent: Extent, num_bytes: int) 
     """Return the seed of the checksum of one chunk; `seed` is the transfer's."""
     axes = (extent.blocks, extent.span.layers, extent.span.heads)
     bounds = [number for axis in axes for number in (axis.first, axis.count)]
-    identity = _RANGE.pack(sequence_number, *bounds, num_bytes)
+    identity = _IDENTITY.pack(sequence_number, *bounds, num_bytes)
     return xxhash.xxh3_64_intdigest(identity, seed=seed)
 
 

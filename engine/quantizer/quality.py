@@ -58,11 +58,16 @@ class QualityMeter:
         expects the prompts so little that no float holds its perplexity.
         """
         agreement, kl, difference, base, quantized = (self._sums / self._num_tokens).tolist()
-        if not is_finite(self._sums) or -base > _MAX_EXPONENT:
-            what = "are NaN or infinite" if not is_finite(self._sums) else f"give their tokens e^{base:.0f} on average"
+        if not -base <= _MAX_EXPONENT:
+            what = f"give their tokens e^{base:.0f} on average" if math.isfinite(base) else "are NaN or infinite"
             raise ConfigurationError(
                 f"the original model cannot be compared with: its logits of the held-out prompts {what}: check that it "
                 "answers them, or use other prompts"
+            )
+        if not is_finite(self._sums):
+            raise ConfigurationError(
+                "the quantised model's logits of the held-out prompts are NaN or infinite, the original's are not: use "
+                "another scheme"
             )
         perplexity = math.exp(min(-quantized, _MAX_EXPONENT))
         return Quality(num_prompts, self._num_tokens, agreement, kl, difference, math.exp(-base), perplexity)

@@ -35,7 +35,7 @@ _PREFILL_STEPS_AHEAD = 2
 # keeps one of them for prompts that wait for blocks there.
 _CANARY_SLOTS = 2
 _KNOWN_AT_HOME = 0.5
-_LONGEST_ALONE = 2  # times prefill_overflow
+_FACTOR_ALONE = 2  # of prefill_overflow, for a prompt that is alone at a decode worker
 # A sequence that joins a batch costs each of its sequences about what so many prompt tokens would that are computed
 # beside them: one for each token that it will still generate, of which most will come while they run.
 _TOKENS_OF_SEQUENCE = 128
@@ -160,8 +160,9 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     fit = fit & decode_has_capacity(query, decoders, blocks, snapshot.num_canary_slots)
     if not fit.any():
         return NoPlacement.NO_DECODE_CAPACITY
+    fit = _untried(query, decoders, fit)
     cached = query.chain.num_cached_at(decoders.views)
-    row = _choose(query, decoders, fit, decode_cost(query, decoders, fit, cached, blocks))
+    row = _cheapest(fit, decode_cost(query, decoders, fit, cached, blocks))
     decode = decoders.views[row].info
     uncached = query.num_tokens - query.chain.num_reusable_tokens(decoders.views[row])
     locally = query.prefill_locally or decode.incarnation in snapshot.local_only
@@ -175,14 +176,14 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
         helps = _helps(int(decoders.prefill_tokens[row]), uncached, snapshot.prefill_overflow)
         return Placement(None, decode) if helps else NoPlacement.NO_PREFILL_CAPACITY
     cost = prefill_cost(query, prefillers, query.chain.num_reusable_at(prefillers.views))
-    return Placement(prefillers.views[_choose(query, prefillers, fit, cost)].info, decode)
+    return Placement(prefillers.views[_cheapest(_untried(query, prefillers, fit), cost)].info, decode)
 
 
 def _helps(own_tokens: int, uncached: int, overflow: int) -> bool:
     """True if a decode worker with `own_tokens` of prompts computes one of `uncached` tokens while prefill workers are
     full. One that it has alone may be longer: streams wait for a chunk of it in each step, however many there are.
     """
-    return own_tokens + uncached <= (overflow if own_tokens else _LONGEST_ALONE * overflow)
+    return own_tokens + uncached <= (overflow if own_tokens else _FACTOR_ALONE * overflow)
 
 
 def decode_has_capacity(query: PlacementQuery, roster: Roster, blocks: Numbers, num_canary_slots: int) -> Mask:
@@ -245,10 +246,11 @@ def decode_cost(query: PlacementQuery, roster: Roster, fit: Mask, cached: Number
     """The worker's utilisation; and for each `_TOKENS_OF_SEQUENCE` prompt tokens that it lacks and another one that
     fits has cached, once more its utilisation with this sequence, whose prompt takes `blocks`.
 
-    A token to compute delays every sequence in the batch, as a further sequence does for each token. So tokens count,
-    not their share of the prompt: a short template that all prompts have in common draws no crowd to a worker, and a
-    long conversation stays with its KV. The conversation's home counts as if it had cached some of the prompt: it may
-    not have reported it yet, or have it on disk.
+    A token to compute there delays every sequence in the batch, as a further sequence does for each token. So tokens
+    count, not their share of the prompt: a short template that all prompts have in common draws no crowd to a worker,
+    and a long conversation stays with its KV. Where prefill workers compute, a token counts as much: it is sent. The
+    conversation's home counts as if it had cached some of the prompt: it may not have reported it yet, or have it on
+    disk.
     """
     utilisation = np.maximum(roster.num_seqs * roster.share_of_slot, roster.held_blocks * roster.share_of_block)
     known = cached.astype(np.float64)
@@ -271,11 +273,15 @@ def _is_short_at(query: PlacementQuery, roster: Roster) -> Mask:
     return np.asarray(query.num_tokens <= longest_short(roster.max_batch_tokens))
 
 
-def _choose(query: PlacementQuery, roster: Roster, fit: Mask, cost: Costs) -> int:
-    """Return the row of the cheapest worker that fits, the first of equal ones. One that failed this request is chosen
-    only if there is no other."""
+def _untried(query: PlacementQuery, roster: Roster, fit: Mask) -> Mask:
+    """The workers that fit and have not failed this request; if there are none, all that fit."""
     untried = _without(query.avoid, roster, fit)
-    return int(np.argmin(np.where(untried if untried.any() else fit, cost, np.inf)))
+    return untried if untried.any() else fit
+
+
+def _cheapest(fit: Mask, cost: Costs) -> int:
+    """The row of the cheapest worker that fits, the first of equal ones."""
+    return int(np.argmin(np.where(fit, cost, np.inf)))
 
 
 def _without(incarnations: frozenset[str], roster: Roster, fit: Mask) -> Mask:

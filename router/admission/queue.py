@@ -28,14 +28,7 @@ from mesh.domain.worker import WorkerRole
 from router.admission.fair_queue import FairQueue, QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
 from router.admission.in_flight import CapacityReservation, InFlightTable
-from router.admission.placement import (
-    MeshSnapshot,
-    NoPlacement,
-    Placement,
-    PlacementQuery,
-    is_short_in,
-    place,
-)
+from router.admission.placement import MeshSnapshot, NoPlacement, Placement, PlacementQuery, is_short_in, place
 
 _AWAY = (NoPlacement.AWAY, NoPlacement.NO_ADAPTER)
 

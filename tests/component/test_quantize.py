@@ -29,6 +29,7 @@ from engine.quantizer.float_checkpoint import open_float_checkpoint
 from engine.quantizer.gptq import round_by_errors
 from engine.quantizer.layer import FloatLayer, pack_prompts
 from engine.quantizer.make import _Maker
+from engine.quantizer.quality import QualityMeter
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, tie
 from mesh.domain.errors import ConfigurationError
@@ -503,6 +504,15 @@ def test_prompts_that_overflow_are_named(
     assert main(words) == 2
     assert "layer 1: activations of the prompts are NaN or infinite: check that" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_logits_of_the_quantised_model_that_are_infinite_are_no_fault_of_the_original() -> None:
+    meter, base = QualityMeter(), torch.randn(2, 8)
+    quantized = base.clone()
+    quantized[0, 3] = math.inf
+    meter.add(torch.tensor([1, 2]), base, quantized)
+    with pytest.raises(ConfigurationError, match="^the quantised model's logits of the held-out prompts are NaN"):
+        meter.quality(1)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ class Script:
     stop_strings: tuple[str, ...] = ()
     more_models: tuple[pb.Model, ...] = ()
     requests: list[pb.GenerateRequest] = field(default_factory=list)
+    tokenized: list[pb.TokenizeRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     on_holding: Callable[[], object] = lambda: None
     holding: asyncio.Event = field(default_factory=asyncio.Event)
@@ -107,6 +108,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
             raise
 
     async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
+        self._script.tokenized.append(request)
         ids = input_ids(request)
         if max(ids, default=0) > EOS:
             details = f"token_ids: token id {max(ids)} is not in the vocabulary of 257"

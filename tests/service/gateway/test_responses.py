@@ -244,6 +244,8 @@ async def test_input_tokens_are_those_that_a_response_would_count(gateway: Runni
     num_tokens = len("system: Be brief.\nuser: weather?\n")
     assert answered["usage"]["input_tokens"] == num_tokens
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": num_tokens}
+    counted_chat, answered_chat = gateway.script.tokenized[0].chat, gateway.script.requests[0].chat
+    assert counted_chat.tools_json == answered_chat.tools_json != ""
     refused = await gateway.post("/v1/responses/input_tokens", question | {"previous_response_id": "resp_1"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
 

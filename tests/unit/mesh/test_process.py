@@ -55,15 +55,19 @@ class Finder:
             print(os.environ.get("GRPC_VERBOSITY"))
 
 sys.meta_path.insert(0, Finder())
-importlib.import_module(sys.argv[1])
+for module in sys.argv[1:]:
+    importlib.import_module(module)
 """
 
 
-@pytest.mark.parametrize("program", ["router.__main__", "gateway.__main__", "decode_worker.__main__"])
-def test_grpc_leaves_what_is_no_error_out_of_the_log(program: str) -> None:
+@pytest.mark.parametrize(
+    "modules",
+    [["router.__main__"], ["gateway.__main__"], ["decode_worker.__main__"], ["tandem_cli.main", "tandem_cli.chat"]],
+)
+def test_grpc_leaves_what_is_no_error_out_of_the_log(modules: list[str]) -> None:
     """Its core reads the level when it is imported, and writes lines that are no JSON."""
     environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
-    command = [sys.executable, "-c", LEVEL_WHEN_GRPC_IS_IMPORTED, program]
+    command = [sys.executable, "-c", LEVEL_WHEN_GRPC_IS_IMPORTED, *modules]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert (done.stdout.split(), done.returncode) == (["ERROR"], 0)
 

@@ -49,6 +49,7 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
         could_hold = any(capacity_tokens(info) >= query.max_total_tokens for info in known)
         return NoPlacement.AWAY if could_hold else NoPlacement.TOO_LARGE
     fit = [c for c in big_enough if decode_has_capacity(query, c, snapshot.num_canary_slots)]
+    fit = [c for c in fit if c.info.incarnation not in query.avoid] or fit
     most = max((num_known_tokens(query, c) for c in fit), default=0.0)
     decode = _choose(query, fit, lambda query, c: decode_cost(query, c, most))
     if decode is None:

@@ -148,6 +148,14 @@ def test_workers_that_failed_are_the_last_resort() -> None:
     assert names(place(avoid, snapshot(prefill(), decode()))) == ("p0", "d0")
 
 
+def test_what_a_worker_has_cached_that_failed_the_request_counts_for_none() -> None:
+    workers = (prefill(), decode("d0", max_num_seqs=8), decode("d1", max_num_seqs=64, num_blocks=99))
+    failed = decode("d2", num_blocks=99, cached=range(64))
+    wanted = query(64, avoid=frozenset({"d2"}))
+    busy = {"d1": InFlight(num_seqs=1)}
+    assert names(place(wanted, snapshot(*workers, failed, in_flight=busy))) == ("p0", "d0")
+
+
 @pytest.mark.parametrize(
     ("threshold", "cached", "expected"),
     [(0, 0, "p0"), (8, 0, "p0"), (9, 0, None), (5, 4, None), (4, 4, "p0"), (1, 8, None)],

@@ -235,7 +235,18 @@ def _score_segments(
                 row = head * group + g
                 left = Matrix(queries.address + row * queries.step, queries.step)
                 out = Matrix(memory.scores + row * row_bytes + i * VECTOR_BYTES, row_bytes)
-                score_keys(left, rows, out, group - g, NOTHING if g else fetches, element)
+                _score(left, rows, out, group - g, NOTHING if g else fetches, element)
+
+
+# Functions of their own, because inlined into the loops around them their loops spill more registers.
+@jit
+def _score(queries: Matrix, keys: KeyRows, out: Matrix, num_left: int, fetches: int, element: Element) -> None:
+    score_keys(queries, keys, out, num_left, fetches, element)
+
+
+@jit
+def _add(weights: Matrix, values: CacheRows, out: Matrix, num_left: int, fetches: int, element: Element) -> None:
+    add_values(weights, values, out, num_left, fetches, element)
 
 
 @jit
@@ -264,7 +275,7 @@ def _add_segments(
                 row = head * group + g
                 weights = Matrix(scores + row * row_bytes + (i - 1) * VECTOR_BYTES, row_bytes)
                 target = Matrix(out + row * head_bytes, head_bytes)
-                add_values(weights, rows, target, group - g, NOTHING if g else fetches, element)
+                _add(weights, rows, target, group - g, NOTHING if g else fetches, element)
 
 
 @jit

@@ -149,11 +149,11 @@ def test_workers_that_failed_are_the_last_resort() -> None:
 
 
 def test_what_a_worker_has_cached_that_failed_the_request_counts_for_none() -> None:
-    workers = (prefill(), decode("d0", max_num_seqs=8), decode("d1", max_num_seqs=64, num_blocks=99))
-    failed = decode("d2", num_blocks=99, cached=range(64))
-    wanted = query(64, avoid=frozenset({"d2"}))
-    busy = {"d1": InFlight(num_seqs=1)}
-    assert names(place(wanted, snapshot(*workers, failed, in_flight=busy))) == ("p0", "d0")
+    size = {"num_blocks": 10**6, "max_model_len": 5000}
+    small, large = (decode(name, max_num_seqs=slots, **size) for name, slots in (("d0", 8), ("d1", 64)))
+    failed = decode("d2", cached=range(4000), **size)
+    mesh = snapshot(prefill(**size), small, large, failed, in_flight={"d1": InFlight(num_seqs=6)})
+    assert names(place(query(4000, avoid=frozenset({"d2"})), mesh)) == ("p0", "d0")
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
 
 def _helps(own_tokens: int, uncached: int, overflow: int) -> bool:
     """True if a decode worker with `own_tokens` of prompts computes one of `uncached` tokens while prefill workers are
-    full. One that it has alone may be longer: streams wait for a chunk of it in each step, however many there are.
+    full. One that has the worker to itself may be longer. Several short ones do better in the queue, where the next
+    worker that is free takes them.
     """
     return own_tokens + uncached <= (overflow if own_tokens else _FACTOR_ALONE * overflow)
 

@@ -48,20 +48,20 @@ from engine.kernels.cpu.parts import select_by_dtype
 MAX_QUERY_ROWS = 4 if knows_avx512() else 3
 """Maximum query rows that share one read of the cache."""
 NOTHING, IN_ORDER, BY_TOKEN = range(3)
-"""What code fetches meanwhile: nothing, what lies behind Ahead.first without a gap, or with the gaps between tokens."""
+"""How Ahead is prefetched: not at all, as bytes without gaps, or with the gaps between tokens."""
 _HALF = KEYS // 2
 _TOKEN_BITS = 48
 _IN_ORDER = [*range(0, KEYS, 2), *range(1, KEYS, 2)]
 
 
 class Ahead(NamedTuple):
-    """What is prefetched of a segment that is read soon: as many bytes as are read, of the tokens' rows of the thread's
-    heads, from their byte number `first` on.
+    """The part of a later segment that is prefetched while rows are read: as many bytes, from byte number `first` of
+    the rows of the thread's own heads.
     """
 
     address: Address  # of that byte, if no gap lies before it
     first: int
-    tokens_per_byte: int  # see the function
+    tokens_per_byte: int  # as `tokens_per_byte` returns it
     gap: int  # bytes from the rows of a token to those of the next, which are other threads' heads
 
 

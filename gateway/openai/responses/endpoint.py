@@ -28,10 +28,7 @@ _TEXT_EVENTS = {
 
 async def create_response(exchange: Exchange) -> Response:
     """Answer as one response, or as events if the request says so. Raises InvalidRequest."""
-    body = await exchange.parse(ResponsesBody)
-    check_stateless(body)
-    check_numbers(body)
-    chat = await exchange.check(ChatBody, chat_of(body))
+    body, chat = await _read(exchange)
     field_names = ClientFieldNames.of(chat).renamed(NAMES, ResponsesBody)
     with field_names.translating_errors():
         arguments, answer_format = await plan_chat(exchange, chat)
@@ -47,13 +44,19 @@ async def create_response(exchange: Exchange) -> Response:
 
 async def count_input_tokens(exchange: Exchange) -> Response:
     """Count the tokens of the prompt, as the response's `usage` would. Raises InvalidRequest."""
-    body = await exchange.parse(ResponsesBody)
-    check_stateless(body)
-    chat = await exchange.check(ChatBody, chat_of(body))
+    _, chat = await _read(exchange)
     with ClientFieldNames.of(chat).renamed(NAMES, ResponsesBody).translating_errors():
         arguments = tokenize_arguments(chat, exchange.settings.request_timeout_s)
         num_tokens = len(await exchange.client.tokenize(**arguments))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+async def _read(exchange: Exchange) -> tuple[ResponsesBody, ChatBody]:
+    """Return the body and its chat. Raises InvalidRequest."""
+    body = await exchange.parse(ResponsesBody)
+    check_stateless(body)
+    check_numbers(body)
+    return body, await exchange.check(ChatBody, chat_of(body))
 
 
 class ResponseEvents:

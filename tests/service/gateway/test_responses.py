@@ -246,8 +246,16 @@ async def test_input_tokens_are_those_that_a_response_would_count(gateway: Runni
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": num_tokens}
     counted_chat, answered_chat = gateway.script.tokenized[0].chat, gateway.script.requests[0].chat
     assert counted_chat.tools_json == answered_chat.tools_json != ""
-    refused = await gateway.post("/v1/responses/input_tokens", question | {"previous_response_id": "resp_1"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+@pytest.mark.parametrize(("member", "value"), [("previous_response_id", "resp_1"), ("temperature", 3), ("top_p", -1)])
+async def test_input_tokens_refuses_what_a_response_refuses(gateway: RunningGateway, member: str, value: object) -> None:
+    question = {"model": "fake", "input": "weather?", member: value}
+    responses = [await gateway.post(f"/v1/responses{route}", question) for route in ("", "/input_tokens")]
+    assert [response.status_code for response in responses] == [400, 400]
+    answered, counted = (response.json()["error"] for response in responses)
+    assert counted == answered
+    assert counted["param"] == member
 
 
 async def test_the_routers_refusals_name_the_clients_members(gateway: RunningGateway) -> None:

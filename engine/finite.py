@@ -19,6 +19,13 @@ def is_finite(values: Tensor) -> bool:
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
+def why_not_finite(values: Tensor, name: str) -> str:
+    """The error for a tensor of a checkpoint, not all of whose values are finite."""
+    count = int((~torch.isfinite(values)).sum())
+    hint = "or too large for float16: try bfloat16" if values.dtype is torch.float16 else "the checkpoint is broken"
+    return f"{count} of {values.numel()} numbers of tensor {name} are NaN or infinite: {hint}"
+
+
 def items_not_finite(hidden: Tensor, starts: Sequence[int], total: float) -> frozenset[int]:
     """Indices of the items whose hidden states are not finite; item i has rows [starts[i], starts[i + 1]).
 

@@ -13,6 +13,8 @@ from tandem_cli.load_test.jobs import Job, Lengths, read_entries
 
 _HELD_OUT = 4
 """One prompt of so many is held out."""
+_TOKEN_CHARS = 64
+"""More characters than a token stands for on average. Text behind so many times the tokens is never tokenised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ def read_prompts(
 ) -> CalibrationPrompts:
     """Read the first prompts of a file, and cut the long ones. Raises ConfigurationError."""
     entries = read_entries(path, Lengths())
-    encoder = PromptEncoder(model_dir, vocab_size)
+    encoder = PromptEncoder(model_dir, vocab_size, max_chars=(max_tokens + 1) * _TOKEN_CHARS)
     prompts = []
     for number, (line, job) in enumerate(entries[:max_prompts], start=1):
         try:
@@ -60,11 +62,14 @@ def _answer_beside(line: dict[str, Any], job: Job) -> str:
 
 
 class PromptEncoder:
-    """Token ids of prompts as the router makes them; the tokenizer and the chat template are loaded when needed."""
+    """Token ids of prompts as the router makes them; the tokenizer and the chat template are loaded when needed. Only
+    the first `max_chars` characters of a text are tokenised.
+    """
 
-    def __init__(self, model_dir: Path, vocab_size: int) -> None:
+    def __init__(self, model_dir: Path, vocab_size: int, *, max_chars: int) -> None:
         self._model_dir = model_dir
         self._vocab_size = vocab_size
+        self._max_chars = max_chars
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
 
@@ -87,7 +92,7 @@ class PromptEncoder:
     def _ids(self, text: str, *, is_chat: bool) -> tuple[int, ...]:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model_dir)
-        ids = tuple(self._tokenizer.encode(text, add_special_tokens=not is_chat).ids)
+        ids = tuple(self._tokenizer.encode(text[: self._max_chars], add_special_tokens=not is_chat).ids)
         return self._known(ids, "the tokenizer in its folder is that of another model")
 
     def _known(self, ids: tuple[int, ...], hint: str) -> tuple[int, ...]:

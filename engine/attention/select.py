@@ -57,7 +57,7 @@ def select_backend(shape: AttentionShape, target: AttentionTarget, name: str) ->
         reasons = {name: against[name]} if name != "auto" else against
         raise ConfigurationError(
             f"attention backend {name!r} cannot run on {target}; available: {', '.join(names) or 'none'} "
-            f"({_in_words(reasons)})"
+            f"({_in_words(reasons)})" + ("" if names else _other_settings(target))
         )
     chosen = names[0] if name == "auto" else name
     log.info(
@@ -75,6 +75,12 @@ def select_backend(shape: AttentionShape, target: AttentionTarget, name: str) ->
 
 def _in_words(reasons: dict[str, str | None]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
+
+
+def _other_settings(target: AttentionTarget) -> str:
+    """The settings to change where no backend runs, which only happens with KV in int8."""
+    is_narrow = target.device.type == "cpu" and target.dtype != torch.float32
+    return f": set kv_dtype to another type than int8{', or dtype to float32' if is_narrow else ''}"
 
 
 def _why_not_cpu(target: AttentionTarget) -> str | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
-from engine.finite import is_finite
+from engine.finite import is_finite, why_not_finite
 from engine.kernels.cpu.machine import IN_BF16, IN_FP32
 from engine.kernels.cpu.nibbles import E2M1_ZERO
 from engine.loading.mapped_files import open_mapped, read_part
@@ -59,9 +59,6 @@ Progress = Callable[[float], None]
 _TABLES = ("embed", "layer_inputs")
 _ROUNDED = ("int8", "int4")
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
-_NAN_OF_E4M3 = 0x7F
-"""The bits of NaN without its sign."""
-_MAX_OF_E4M3 = 448.0
 _DTYPES = ("F64", "F32", "BF16", "F16")
 
 
@@ -258,7 +255,7 @@ class _Reader:
                 part.copy_(_rows(source, self._tensor(name))[..., spec.input_slice])
             self._release()
             if not is_finite(part):
-                raise ConfigurationError(_not_finite(part, name))
+                raise ConfigurationError(why_not_finite(part, name))
             first += source.num_rows
         if spec.factor != 1.0:
             parameter.mul_(spec.factor)
@@ -284,9 +281,10 @@ class _Reader:
             if module is not None and module.storage.is_int8:
                 matrix = self._quantized(source)
                 weight[rows], scales[rows] = matrix.values, matrix.scales[:, 0]
-                self._release()
                 if not is_finite(scales[rows]):
-                    raise ConfigurationError(_not_finite(scales[rows], module.parts["weight_scale"]))
+                    raise ConfigurationError(why_not_finite(scales[rows], module.parts["weight_scale"]))
+                matrix.require_finite(module.name)
+                self._release()
             else:
                 part = replace(spec, shape=(source.num_rows, spec.shape[1]), sources=(source,), factor=1.0)
                 floats = self.fill(replace(part, held_rows=None), _FLOAT32)
@@ -312,10 +310,7 @@ class _Reader:
                 continue
             matrix = self._quantized(source)
             weight[rows], scales[rows, : matrix.scales.shape[1]] = matrix.values, matrix.scales
-            has_nan = bool((weight[rows].view(torch.uint8) & _NAN_OF_E4M3 == _NAN_OF_E4M3).any())
-            is_suspect = has_nan or not is_finite(matrix.scales * _MAX_OF_E4M3)
-            if is_suspect and not is_finite(meant := matrix.dequantized()):
-                raise ConfigurationError(_not_finite(meant, self._modules[source.name].name))
+            matrix.require_finite(self._modules[source.name].name)
             self._release()
         numbers = self.fill(spec, _FLOAT32) if len(kinds) > 1 else None
         return LinearParameters(weight, "fp8", scales, numbers=numbers)
@@ -337,9 +332,8 @@ class _Reader:
                 weight[rows], scales[rows], zeros[rows] = matrix.in_int4(group, order)
             except ConfigurationError as error:
                 raise ConfigurationError(f"matrix {module.name}: {error}") from error
+            matrix.require_finite(module.name)
             self._release()
-            if not is_finite(scales[rows]):
-                raise ConfigurationError(_not_finite(scales[rows], module.name))
             first += source.num_rows
         return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, order=order)
 
@@ -352,11 +346,11 @@ class _Reader:
     def mxfp4(self, spec: ParameterSpec) -> LinearParameters:
         """A matrix with the numbers and scales of the checkpoint. Raises ConfigurationError if one is not finite."""
         matrices = [self._quantized(source) for source in spec.held_sources()]
+        for matrix in matrices:
+            matrix.require_finite(spec.sources[0].name)
         weight = torch.cat([levels_of(matrix.values) for matrix in matrices])
         scales = torch.cat([matrix.scales for matrix in matrices])
         self._release()
-        if not is_finite(scales):
-            raise ConfigurationError(_not_finite(scales, spec.sources[0].name))
         zeros = torch.full(scales.shape, E2M1_ZERO, dtype=torch.uint8)
         return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, is_mxfp4=True)
 
@@ -380,12 +374,6 @@ class _Reader:
 
 
 _FLOAT32 = WeightsTarget(torch.device("cpu"), torch.float32)
-
-
-def _not_finite(values: Tensor, name: str) -> str:
-    count = int((~torch.isfinite(values)).sum())
-    hint = "or too large for float16: try bfloat16" if values.dtype is torch.float16 else "the checkpoint is broken"
-    return f"{count} of {values.numel()} numbers of tensor {name} are NaN or infinite: {hint}"
 
 
 def _rows(source: Source, tensor: Tensor) -> Tensor:

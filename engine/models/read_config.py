@@ -268,12 +268,14 @@ def _check_sizes(config: ModelConfig) -> None:
     """Raise ConfigurationError for sizes of no model: rows are numbered in memory before any tensor is looked for."""
     layers = (config.of_layer(layer) for layer in range(config.num_layers)) if config.mixed is not None else (config,)
     for sizes in layers:
-        latent = sizes.latent
+        latent, recurrent = sizes.latent, sizes.recurrent
         counts = {
             "hidden_size": sizes.hidden_size,
             "intermediate_size": sizes.intermediate_size,
             "num_attention_heads times head_dim": sizes.num_heads * max(sizes.head_dim, sizes.result_dim),
             "num_attention_heads times qk_nope_head_dim": 0 if latent is None else sizes.num_heads * latent.plain_dim,
+            "heads of recurrent layers times their dimensions": 0 if recurrent is None else recurrent.projected,
+            "kernel of recurrent layers": 0 if recurrent is None else recurrent.kernel,
             "max_position_embeddings": sizes.max_position_embeddings if sizes.positions == "learned" else 0,
         }
         for name, count in counts.items():

@@ -6,12 +6,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.finite import is_finite, why_not_finite
 from engine.kernels.cpu.machine import MAX_ZERO
 from engine.quantized_formats.config import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 
 FLOATS = ("F32", "BF16", "F16")
 FP8 = ("F8_E4M3", "F8_E5M2")
+_NAN_OF_E4M3 = 0x7F
+"""The bits of NaN without its sign."""
+_MAX_OF_E4M3 = 448.0
+"""Integers of 8 bits are smaller."""
 _ELEMENTS_AT_ONCE = 2**18  # a megabyte in fp32
 
 Tensors = Mapping[str, Tensor]
@@ -100,6 +105,17 @@ class QuantizedMatrix:
                 out.sub_(self._spread(rows.zeros))
             out.mul_(self._spread(rows.scales))
         return result
+
+    def require_finite(self, name: str) -> None:
+        """Raise ConfigurationError if fp32 does not hold a number of the matrix, which is in integers or e4m3. The
+        numbers are only computed if a scale or a NaN in fp8 makes that likely.
+        """
+        has_nan = self.values.dtype is torch.float8_e4m3fn and bool(
+            (self.values.view(torch.uint8) & _NAN_OF_E4M3 == _NAN_OF_E4M3).any()
+        )
+        is_suspect = has_nan or not is_finite(self.scales * _MAX_OF_E4M3)
+        if is_suspect and not is_finite(numbers := self.dequantized()):
+            raise ConfigurationError(why_not_finite(numbers, name))
 
     def _spread(self, by_group: Tensor) -> Tensor:
         """Numbers [outputs, num_groups] for each input, or [outputs, 1] if there is one group."""

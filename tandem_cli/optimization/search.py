@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from checkpoint.config_json import require_searchable
+from checkpoint.config_json import read_bytes, require_searchable
 from checkpoint.watched_files import WatchedFiles
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.json_text import parse_json
@@ -89,7 +89,7 @@ class State:
     @classmethod
     def open(cls, path: Path, about: dict[str, Any], candidates: Sequence[Candidate]) -> "State":
         """Read the file, if there is one. Candidates that failed then are tried again, because what failed them may be
-        over. Raises ConfigurationError if the folder is of another run.
+        over. Raises ConfigurationError if the folder is of another run, or the file is damaged.
         """
         state = cls(path, about)
         require_searchable(path.parent)
@@ -98,24 +98,23 @@ class State:
                 raise ConfigurationError(f"{path.parent} is not empty: choose another folder for --out")
             return state
         try:
-            content = parse_json(path.read_text())
-            earlier = dict(content["about"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"cannot read {path}: {error!r}: choose another folder for --out") from error
+            state._take(parse_json(read_bytes(path)), candidates)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigurationError(
+                f"{path} is damaged, so that its run cannot go on: choose another folder for --out, or remove "
+                f"{path.parent}"
+            ) from error
+        return state
+
+    def _take(self, content: dict[str, Any], candidates: Sequence[Candidate]) -> None:
+        about, earlier = self.about, dict(content["about"])
         if content.get("version") != _VERSION or earlier != about:
             names = sorted(about.keys() | earlier.keys())
             changed = [name for name in names if earlier.get(name) != about.get(name)]
             raise ConfigurationError(
-                f"{path.parent} holds a run with another {' and '.join(changed) or 'version'}: choose another folder "
-                "for --out, or remove that one"
+                f"{self.path.parent} holds a run with another {' and '.join(changed) or 'version'}: choose another "
+                "folder for --out, or remove that one"
             )
-        try:
-            state._take(content, candidates)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigurationError(f"cannot read {path}: {error!r}: choose another folder for --out") from error
-        return state
-
-    def _take(self, content: dict[str, Any], candidates: Sequence[Candidate]) -> None:
         by_name = {candidate.name: candidate for candidate in candidates}
         for name, entry in content["results"].items():
             if name in by_name:

@@ -110,12 +110,14 @@ def test_workers_are_told_by_flag_or_environment() -> None:
         ({"kv_dtype": "int4"}, "kv_dtype must be one of auto, float32, .*int8, fp8, got 'int4'"),
         (
             {"kv_dtype": "int8", "block_size": 4},
-            "'auto' cannot run on cpu with torch.float32, KV in int8, blocks of 4 tokens; available: none",
+            "'auto' cannot run on cpu with torch.float32, KV in int8, blocks of 4 tokens; available: none"
+            r" \(.*\): set kv_dtype to another type than int8$",
         ),
-        ({"kv_dtype": "int8", "attention": "torch"}, "'torch' cannot run.*KV in int8.*available: cpu"),
+        ({"kv_dtype": "int8", "attention": "torch"}, r"'torch' cannot run.*KV in int8.*available: cpu \(.*\)$"),
         (
             {"kv_dtype": "int8", "dtype": "bfloat16", "enforce_eager": True},
-            "cannot run on cpu with torch.bfloat16.*available: none",
+            "cannot run on cpu with torch.bfloat16.*available: none"
+            r" \(.*\): set kv_dtype to another type than int8, or dtype to float32$",
         ),
         ({"attention": "cpu", "block_size": 24}, "'cpu' cannot run.*blocks of 24 tokens; available: torch"),
     ],

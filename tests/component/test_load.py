@@ -147,6 +147,9 @@ def test_unsupported_configurations(model_dir: Path, change: dict[str, object], 
         ("gpt2", {"n_positions": 10**30}, "max_position_embeddings is 2147483647, more than"),
         ("deepseek-v3", {"qk_nope_head_dim": 10**9}, "times qk_nope_head_dim is 4000000000, more than"),
         ("gemma4", {"head_dim": 10**9}, "times head_dim is 4000000000, more than"),
+        ("qwen3.5", {"linear_value_head_dim": 10**9}, "heads of recurrent layers times their dimensions is .*, more than"),
+        ("nemotron-h", {"ssm_state_size": 10**12}, "heads of recurrent layers times their dimensions is .*, more than"),
+        ("lfm2", {"conv_L_cache": 10**9}, "kernel of recurrent layers is 1000000000, more than"),
     ],
 )
 def test_sizes_of_no_model_are_refused_before_they_take_memory(

@@ -370,11 +370,21 @@ def test_broken_files_are_refused(
         parameters(model_dir, encoding).read_all()
 
 
-@pytest.mark.parametrize("encoding", ["fp8", "float"])
-def test_scales_whose_numbers_fp32_does_not_hold_are_refused(broken: Callable[[str], Path], encoding: str) -> None:
-    model_dir = broken("fp8")
+@pytest.mark.parametrize(
+    ("form", "scale", "encoding"),
+    [
+        *(("fp8", "weight_scale_inv", encoding) for encoding in ("fp8", "float")),
+        *(("w8a8", "weight_scale", encoding) for encoding in ("int8", "float")),
+        *(("w4a16", "weight_scale", encoding) for encoding in ("int4", "float")),
+    ],
+)
+def test_scales_whose_numbers_fp32_does_not_hold_are_refused(
+    broken: Callable[[str], Path], form: str, scale: str, encoding: str
+) -> None:
+    model_dir = broken(form)
     tensors = load_file(model_dir / "model.safetensors")
-    tensors[f"{DOWN}.weight_scale_inv"][0, 0] = 3e38
+    tensors[f"{DOWN}.{scale}"] = tensors[f"{DOWN}.{scale}"].float()
+    tensors[f"{DOWN}.{scale}"][0, 0] = 3e38
     save_file(tensors, model_dir / "model.safetensors")
     with pytest.raises(ConfigurationError, match=r"down_proj are NaN or infinite: the checkpoint is broken"):
         parameters(model_dir, encoding).read_all()

@@ -1,6 +1,7 @@
 """Prompts of `tandem quantize`: how they are read, cut and held out; and the options of the command."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,25 @@ def test_one_of_four_is_held_out(tmp_path: Path, count: int, held_out: list[int]
 def test_long_prompts_are_cut_and_more_are_left(tmp_path: Path) -> None:
     prompts = read(tmp_path, ids(1, 2, 3), ids(4, 5), ids(6, 7), max_prompts=2, max_tokens=2)
     assert prompts == CalibrationPrompts(((1, 2),), ((4, 5),), num_cut=1, num_left=1)
+
+
+@pytest.mark.parametrize("member", ["prompt", "messages", "reference"])
+def test_long_text_costs_what_is_kept_of_it(tmp_path: Path, member: str) -> None:
+    """All of it would take seconds of CPU time, and gigabytes."""
+    words = "The quick brown fox, no. 7. " * 150_000
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    line = {
+        "prompt": {"prompt": words},
+        "messages": {"messages": [{"role": "user", "content": words}]},
+        "reference": chat | {"reference": words},
+    }[member]
+    begun_s = time.process_time()
+    long, _ = read(tmp_path, line, ids(1, 2), ids(1, 2), ids(1, 2)).calibration[:2]
+    assert time.process_time() - begun_s < 2
+    few = json.loads(json.dumps(line).replace(words, words[:1400]))
+    short, _ = read(tmp_path, few, ids(1, 2), ids(1, 2), ids(1, 2)).calibration[:2]
+    assert long == short
+    assert len(long) == 50
 
 
 def test_text_is_not_cut_or_padded_by_the_tokenizers_file(tmp_path: Path) -> None:

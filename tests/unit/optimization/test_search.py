@@ -338,11 +338,18 @@ def test_a_folder_of_another_run_is_refused(state: State, tmp_path: Path) -> Non
     (tmp_path / "full" / "thesis.tex").write_text("")
     with pytest.raises(ConfigurationError, match="full is not empty"):
         State.open(tmp_path / "full" / "state.json", ABOUT, CANDIDATES)
+
+
+def test_a_damaged_file_is_named_with_what_to_do(state: State) -> None:
+    state.save()
     whole = json.loads(state.path.read_text())
-    for content in ("{", *(json.dumps(whole | {key: 7}) for key in ("results", "quality")), _without(whole, "answers")):
-        state.path.write_text(content)
-        with pytest.raises(ConfigurationError, match="cannot read"):
+    damaged = [json.dumps(whole | {key: 7}) for key in ("about", "results", "quality")]
+    for content in ("", "{", "[]", "\xff", *damaged, _without(whole, "about"), _without(whole, "answers")):
+        state.path.write_bytes(content.encode("latin-1"))
+        with pytest.raises(ConfigurationError) as refusal:
             State.open(state.path, ABOUT, CANDIDATES)
+        said = f"{state.path} is damaged, so that its run cannot go on: choose another folder for --out, or remove"
+        assert str(refusal.value) == f"{said} {state.path.parent}", content
 
 
 def _without(content: dict[str, Any], key: str) -> str:

@@ -146,6 +146,18 @@ def test_groups_that_cannot_be_multiplied_are_refused(
     load_model_runner(settings(folder, dtype="float32"))
 
 
+def test_a_scale_whose_numbers_fp32_does_not_hold_is_refused(quantized: Quantized, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(quantized("w4a16-32-zeros"), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    tensors[f"{name}.weight_scale"] = tensors[f"{name}.weight_scale"].float()
+    tensors[f"{name}.weight_scale"][3] = 3e38
+    save_file(tensors, folder / "model.safetensors")
+    for dtype in ("auto", "float32"):
+        with pytest.raises(ConfigurationError, match=rf"numbers of tensor {name} are NaN or infinite"):
+            load_model_runner(settings(folder, dtype=dtype))
+
+
 def test_an_order_has_the_numbers_of_the_file(quantized: Quantized) -> None:
     """To the bit those that the dequantised matrix has; each output of every matrix."""
     model_dir = quantized("gptq-32-order")

@@ -32,6 +32,7 @@ from engine.speculation.speculator import Speculator
 from mesh.domain.errors import MeshError, WorkerLost
 from mesh.domain.kv import Span
 from mesh.domain.tokens import SequenceOutput
+from mesh.tasks import until_ended
 
 log = structlog.get_logger(__name__)
 
@@ -255,8 +256,12 @@ class EngineLoop:
         """Finish the current step and end the thread. Commands in the queue fail with WorkerLost.
 
         Then close the runner, so call it on the thread that loaded it. An engine's thread that is stuck for longer than
-        `within_s` is abandoned: it ends with the process, and so do the worker's other ranks.
+        `within_s` is abandoned: it ends with the process, and so do the worker's other ranks. A caller that is
+        cancelled waits for all this, too.
         """
+        await until_ended(self._stop(within_s))
+
+    async def _stop(self, within_s: float) -> None:
         self.post(self._set_stopping)
         await asyncio.to_thread(self._thread.join, within_s)
         if self._thread.is_alive():

@@ -247,8 +247,10 @@ class RankedReceiver:
         await asyncio.wait([transfer.task])
 
     async def close(self) -> None:
-        await asyncio.gather(*(self.abort(transfer_id) for transfer_id in list(self._expected)))
-        await self.own.close()
+        try:
+            await asyncio.gather(*(self.abort(transfer_id) for transfer_id in list(self._expected)))
+        finally:
+            await self.own.close()
 
     async def _follow(self, transfer_id: str, transfer: _Expected, tokens: "Sequence[asyncio.Future[int]]") -> None:
         """Report the transfer once all parts are committed, or, if one fails, once nothing writes to any."""

@@ -49,7 +49,7 @@ from kvtransfer.transports import open_receive_transports
 from kvtransfer.transports.base import PayloadSource, ReceiveTransport, TransportOffer
 from kvtransfer.transports.link import Call
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
-from mesh.tasks import mark_retrieved, run_to_end, task_group
+from mesh.tasks import mark_retrieved, run_to_end, task_group, until_ended
 
 log = structlog.get_logger(__name__)
 
@@ -123,10 +123,16 @@ class KVReceiver:
         await incoming.ended.wait()
 
     async def close(self) -> None:
-        """Abort all transfers, and close threads and transports; idempotent."""
+        """Abort all transfers, and close threads and transports; idempotent. A caller that is cancelled waits for it,
+        too.
+        """
+        await until_ended(self._close())
+
+    async def _close(self) -> None:
         await asyncio.gather(*(self.abort(transfer_id) for transfer_id in list(self._incoming)))
         self._executor.shutdown(wait=False)
-        for transport in self._transports:
+        transports, self._transports = self._transports, ()
+        for transport in transports:
             transport.close()
 
     async def push(self, requests: AsyncIterator[SenderMessage]) -> AsyncGenerator[ReceiverMessage, None]:

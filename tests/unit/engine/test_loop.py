@@ -246,6 +246,22 @@ async def test_stop_does_not_wait_for_ever_for_a_step(rig: Rig) -> None:
     rig.runner.gate.set()
 
 
+async def test_a_stop_that_is_cancelled_still_closes_the_runner_behind_the_step(rig: Rig) -> None:
+    rig.runner.gate.clear()
+    await rig.loop.call(lambda scheduler: scheduler.add(SequenceState(make_request("a", [1]))))
+    await asyncio.to_thread(rig.runner.in_step.wait, 60)
+    stopping = asyncio.create_task(rig.loop.stop(within_s=60))
+    await asyncio.sleep(0)  # it has begun
+    stopping.cancel()
+    await asyncio.sleep(0)
+    rig.runner.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert rig.runner.is_closed
+    assert not rig.loop._thread.is_alive()
+    await rig.loop.stop()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_thread_that_was_left_in_its_step_ends_after_its_event_loop(fails: bool) -> None:
     async def leave() -> Rig:

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 from kvtransfer import ExpectedTransfer, KVReceiver, TransferSettings
 from kvtransfer.messages import Ack, Committed, Granted, ReceiverMessage, Renew, SenderMessage, TransferChunk
 from kvtransfer.transports.base import TransportOffer
+from kvtransfer.transports.grpc_bytes import GrpcReceiveTransport
 from mesh.domain.errors import LayoutMismatch, TransferCorrupt, TransferFailed
 from mesh.domain.kv import Span
 from tests.defects import Repaired
@@ -264,6 +265,39 @@ async def test_another_transport_plugs_in() -> None:
     for slot in slots:
         slot.release(is_acknowledged=True)
     await bench.receiver.close()
+
+
+async def test_a_close_that_is_cancelled_still_closes_all_behind_the_last_write() -> None:
+    transport = OnceClosed()
+    bench = Bench(transports=(GrpcReceiveTransport(), transport))
+    bench.target.writing.close()
+    running = asyncio.create_task(bench.run(*bench.messages()))
+    await asyncio.to_thread(bench.target.writing.arrived.wait, 60)
+    closing = asyncio.create_task(bench.receiver.close())
+    await asyncio.sleep(0)  # it has begun
+    closing.cancel()
+    await asyncio.sleep(0)
+    assert not transport.is_closed, "a write is in flight"
+    bench.target.writing.open()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert transport.is_closed
+    with pytest.raises(TransferFailed, match="aborted"):
+        await running
+    for thread in bench.receiver._executor._threads:
+        await asyncio.to_thread(thread.join, 60)
+        assert not thread.is_alive()
+    await bench.receiver.close()
+
+
+class OnceClosed(MemoryTransport):
+    """As a library that must not be closed twice."""
+
+    is_closed = False
+
+    def close(self) -> None:
+        assert not self.is_closed
+        self.is_closed = True
 
 
 async def _endless(*messages: SenderMessage) -> AsyncIterator[SenderMessage]:

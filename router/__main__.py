@@ -88,6 +88,7 @@ class RouterProcess:
                 journal=self.journal,
                 on_change=self._mesh_changed,
                 on_gap=self.metrics.gaps.add,
+                router_id=identity.router_id if settings.registry_url else "",
             )
             for model_settings in settings.each_model()
         ]

@@ -38,7 +38,7 @@ class ModelRouter:
     the last stream has ended.
 
     `on_change` is called when a canary has proven a worker or a circuit breaker has tripped, `on_gap` with the seconds
-    between two tokens of a choice.
+    between two tokens of a choice. `router_id` is that of a router beside others, which share its workers; else empty.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class ModelRouter:
         journal: Journal,
         on_change: Callable[[], None],
         on_gap: Callable[[float], None],
+        router_id: str = "",
     ) -> None:
         """`settings.model` is a folder. Raises ConfigurationError if it is broken or the limits do not fit it."""
         self.model = ServedModel.load(
@@ -76,6 +77,7 @@ class ModelRouter:
             health=self.health,
             prefill_threshold=settings.prefill_threshold,
             prefill_overflow=settings.prefill_overflow,
+            router_id=router_id,
         )
         forecast = Forecast(clock)
         self.queue = PlacementQueue(

@@ -3,7 +3,8 @@
     views of the registry + this router's work in flight
         ── filter: READY, reachable, same model and tokenizer, proven: a Roster for each role
         ── filter: has the adapter, big enough, has capacity
-        ── policy: lowest cost, from cached prefix and load; ties by name
+        ── policy: lowest cost, from cached prefix and this router's load; ties by reported load, then in the
+                   router's own order, so that several routers do not all begin with the same worker
         ── Placement(prefill, decode), or the reason why there is none now
 
 A Roster holds the figures of its workers as columns, so that a thousand workers cost little more than one. It lasts
@@ -81,7 +82,8 @@ class NoPlacement(Enum):
 
 @dataclass(frozen=True)
 class MeshSnapshot:
-    """The input of placement. `prefill_threshold` and `prefill_overflow` are settings of the router.
+    """The input of placement. `prefill_threshold` and `prefill_overflow` are settings of the router; `router_id`: see
+    Roster.
 
     Three sets hold incarnations: `unreachable` workers have no working connection, `unproven` workers need a canary,
     and `local_only` decode workers must prefill themselves. `views` and `in_flight` are those of the snapshot's
@@ -97,6 +99,7 @@ class MeshSnapshot:
     local_only: frozenset[str] = frozenset()
     prefill_threshold: int = 0
     prefill_overflow: int = 0
+    router_id: str = ""
 
     @property
     def num_canary_slots(self) -> int:
@@ -141,7 +144,7 @@ class MeshSnapshot:
 
     def _roster(self, role: WorkerRole) -> Roster:
         proven = (view for view in self.usable if view.info.incarnation not in self.unproven)
-        return Roster([view for view in proven if view.info.role is role], self.in_flight)
+        return Roster([view for view in proven if view.info.role is role], self.in_flight, self.router_id)
 
 
 def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacement:
@@ -162,7 +165,7 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
         return NoPlacement.NO_DECODE_CAPACITY
     fit = _untried(query, decoders, fit)
     cached = query.chain.num_cached_at(decoders.views)
-    row = _cheapest(fit, decode_cost(query, decoders, fit, cached, blocks))
+    row = _cheapest(decoders, fit, decode_cost(query, decoders, fit, cached, blocks))
     decode = decoders.views[row].info
     uncached = query.num_tokens - query.chain.num_reusable_tokens(decoders.views[row])
     locally = query.prefill_locally or decode.incarnation in snapshot.local_only
@@ -176,7 +179,7 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
         helps = _helps(int(decoders.prefill_tokens[row]), uncached, snapshot.prefill_overflow)
         return Placement(None, decode) if helps else NoPlacement.NO_PREFILL_CAPACITY
     cost = prefill_cost(query, prefillers, query.chain.num_reusable_at(prefillers.views))
-    return Placement(prefillers.views[_cheapest(_untried(query, prefillers, fit), cost)].info, decode)
+    return Placement(prefillers.views[_cheapest(prefillers, _untried(query, prefillers, fit), cost)].info, decode)
 
 
 def _helps(own_tokens: int, uncached: int, overflow: int) -> bool:
@@ -280,9 +283,12 @@ def _untried(query: PlacementQuery, roster: Roster, fit: Mask) -> Mask:
     return untried if untried.any() else fit
 
 
-def _cheapest(fit: Mask, cost: Costs) -> int:
-    """The row of the cheapest worker that fits, the first of equal ones."""
-    return int(np.argmin(np.where(fit, cost, np.inf)))
+def _cheapest(roster: Roster, fit: Mask, cost: Costs) -> int:
+    """The row of the cheapest worker that fits. Of equal ones the one with the fewest sequences by its last report,
+    which counts those of other routers, too; the first of these.
+    """
+    cost = np.where(fit, cost, np.inf)
+    return int(np.argmin(np.where(cost == cost.min(), roster.reported_seqs, np.inf)))
 
 
 def _without(incarnations: frozenset[str], roster: Roster, fit: Mask) -> Mask:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
@@ -43,10 +44,14 @@ class InFlight:
 
 
 class Roster:
-    """Workers of one role that may get clients' requests, by id. Each array has an element for each worker."""
+    """Workers of one role that may get clients' requests. Each array has an element for each worker.
 
-    def __init__(self, views: Sequence[WorkerView], in_flight: Mapping[str, InFlight]) -> None:
-        self.views = sorted(views, key=lambda view: view.info.worker_id)
+    They are in the order of their ids; with `router_id`, in one that each router has for itself (rendezvous hashing,
+    Thaler and Ravishankar 1998).
+    """
+
+    def __init__(self, views: Sequence[WorkerView], in_flight: Mapping[str, InFlight], router_id: str = "") -> None:
+        self.views = sorted(views, key=lambda view: _rank(view.info.worker_id, router_id))
         infos = [view.info for view in self.views]
         self._rows = {info.incarnation: row for row, info in enumerate(infos)}
         self.capacity_tokens = _column(capacity_tokens(info) for info in infos)
@@ -60,6 +65,7 @@ class Roster:
         self.share_of_slot = 1 / np.maximum(1, self.max_num_seqs)
         self.share_of_block = 1 / np.maximum(1, self.num_blocks)
         self.free_blocks = _column(view.load.free_blocks for view in self.views)
+        self.reported_seqs = _column(_reported_seqs(view) for view in self.views)
         self.num_seqs, self.held_blocks, self.unreported_blocks = (np.zeros(len(infos), np.int64) for _ in range(3))
         self.prefill_tokens, self.short_prefill_tokens = (np.zeros(len(infos), np.int64) for _ in range(2))
         self._all = np.ones(len(infos), np.bool_)
@@ -79,6 +85,7 @@ class Roster:
         if row is not None:
             self.views[row] = view
             self.free_blocks[row] = view.load.free_blocks
+            self.reported_seqs[row] = _reported_seqs(view)
 
     def set_in_flight(self, incarnation: str, work: InFlight) -> None:
         """This router's work at a worker has changed. Ignored if it is not there."""
@@ -99,8 +106,7 @@ class Roster:
         """Mean share of slots or of KV blocks in use, whichever is larger at a worker; 0.0 without workers."""
         if not self.views:
             return 0.0
-        reported = _column(view.load.num_running + view.load.num_waiting for view in self.views)
-        slots = np.maximum(reported, self.num_seqs) / np.maximum(1, self.max_num_seqs)
+        slots = np.maximum(self.reported_seqs, self.num_seqs) / np.maximum(1, self.max_num_seqs)
         blocks = np.maximum(self.num_blocks - self.free_blocks, self.held_blocks) / np.maximum(1, self.num_blocks)
         return float(np.mean(np.maximum(slots, blocks)))
 
@@ -110,6 +116,14 @@ class Roster:
             return self._all
         has = (any(adapter.digest == digest for adapter in view.info.adapters) for view in self.views)
         return np.fromiter(has, np.bool_, len(self))
+
+
+def _rank(worker_id: str, router_id: str) -> tuple[bytes, str]:
+    return blake2b(f"{router_id} {worker_id}".encode()).digest() if router_id else b"", worker_id
+
+
+def _reported_seqs(view: WorkerView) -> int:
+    return view.load.num_running + view.load.num_waiting
 
 
 def _column(values: Iterable[int]) -> Numbers:

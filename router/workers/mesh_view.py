@@ -41,6 +41,7 @@ class MeshView:
         health: WorkerHealth,
         prefill_threshold: int = 0,
         prefill_overflow: int = 0,
+        router_id: str = "",
     ) -> None:
         self._model = model
         self._membership = membership
@@ -49,6 +50,7 @@ class MeshView:
         self._health = health
         self._prefill_threshold = prefill_threshold
         self._prefill_overflow = prefill_overflow
+        self._router_id = router_id
         self._snapshot: MeshSnapshot | None = None
         self._adapters: dict[str, str] | None = None
         in_flight.watch(self._set_in_flight)
@@ -91,6 +93,7 @@ class MeshView:
             ),
             prefill_threshold=self._prefill_threshold,
             prefill_overflow=self._prefill_overflow,
+            router_id=self._router_id,
         )
 
     def num_serving(self, role: WorkerRole, *, with_transfers: bool = False) -> int:

@@ -31,7 +31,8 @@ def make_view(name: str, role: WorkerRole, **changes: Any) -> WorkerView:
         "num_blocks": 16,
         "max_model_len": 1000,
     }
-    load = WorkerLoad(free_blocks=changes.pop("free_blocks", changes.get("num_blocks", 16)))
+    free_blocks = changes.pop("free_blocks", changes.get("num_blocks", 16))
+    load = WorkerLoad(free_blocks=free_blocks, num_running=changes.pop("num_running", 0))
     return WorkerView(WorkerInfo(**(values | changes)), load, state, last_seen_s, cached)
 
 

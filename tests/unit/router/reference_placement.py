@@ -153,9 +153,13 @@ def _choose(query: PlacementQuery, candidates: Iterable[Candidate], cost: Cost) 
     """Return the cheapest candidate. Workers that failed this request are chosen only if there is no other."""
     return min(
         candidates,
-        key=lambda c: (c.info.incarnation in query.avoid, cost(query, c), c.info.worker_id),
+        key=lambda c: (c.info.incarnation in query.avoid, cost(query, c), _num_reported(c.view), c.info.worker_id),
         default=None,
     )
+
+
+def _num_reported(view: WorkerView) -> int:
+    return view.load.num_running + view.load.num_waiting
 
 
 def sums_of(reservations: Iterable[CapacityReservation], views: Iterable[WorkerView]) -> Mapping[str, InFlight]:

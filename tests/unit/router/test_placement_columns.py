@@ -36,6 +36,7 @@ def views(draw: Any) -> list[WorkerView]:
                 num_blocks=draw(st.sampled_from([2, 8, 16, 40, 200])),
                 max_batch_tokens=draw(st.sampled_from([8, 16, 32])),
                 free_blocks=draw(few),
+                num_running=draw(st.integers(0, 3)),
                 cached=range(draw(st.sampled_from([0, 0, 4, 8, 24, 160]))),
                 adapters=draw(st.sampled_from([(), (MINE,)])),
                 model=draw(st.sampled_from(["m"] * 9 + ["other"])),
@@ -112,11 +113,11 @@ class Mesh:
         self.view.discard_snapshot()
         self.in_flight.follow(self.membership.views())
 
-    def heartbeat(self, free_blocks: list[int], states: list[WorkerState]) -> None:
+    def heartbeat(self, free_blocks: list[int], num_running: list[int], states: list[WorkerState]) -> None:
         """All workers report."""
-        for view, free, state in zip(self.membership.views(), free_blocks, states, strict=True):
-            info = view.info
-            self.membership.heartbeat(info, WorkerLoad(free_blocks=free), state)
+        columns = (self.membership.views(), free_blocks, num_running, states)
+        for view, free, running, state in zip(*columns, strict=True):
+            self.membership.heartbeat(view.info, WorkerLoad(free_blocks=free, num_running=running), state)
 
     def cache(self, number: int, num_tokens: int) -> None:
         info = self._nth(number).info
@@ -170,14 +171,17 @@ actions = st.sampled_from(
 steps = st.one_of(
     st.tuples(st.just("take"), st.integers(1, 30)),
     st.tuples(st.just("on_reservation"), numbers, actions),
-    st.tuples(st.just("heartbeat"), *(st.lists(each, min_size=4, max_size=4) for each in (st.integers(0, 16), states))),
+    st.tuples(
+        st.just("heartbeat"),
+        *(st.lists(each, min_size=4, max_size=4) for each in (st.integers(0, 16), st.integers(0, 3), states)),
+    ),
     st.tuples(st.just("cache"), numbers, st.sampled_from([0, 8, 24])),
     st.tuples(st.just("restart"), numbers),
 )
 
 
 def reports(free_blocks: int) -> tuple[Any, float]:
-    return ("heartbeat", [free_blocks] * 4, [WorkerState.READY] * 4), 0.2
+    return ("heartbeat", [free_blocks] * 4, [0] * 4, [WorkerState.READY] * 4), 0.2
 
 
 # Two long prompts, one at each decode worker, which both then report: a third one fits or not, as they say.

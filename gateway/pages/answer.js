@@ -4,6 +4,7 @@ import { post, stream } from "./api.js";
 import { make, say } from "./dom.js";
 import { Draft } from "./draft.js";
 import { HeatStrip } from "./heat.js";
+import { packAhead } from "./pack.js";
 import { explain } from "./problems.js";
 import { Prose } from "./prose.js";
 import { plain } from "./region.js";
@@ -111,6 +112,7 @@ export class AnswerView {
     figures.first ??= now - begun;
     figures.total = now - begun;
     figures.fresh = (figures.fresh ?? 0) + ids.length;
+    packAhead(this.draft.tokens);
     this.#schedule();
   }
 

@@ -2,30 +2,53 @@
 
 const SEPARATOR = "\u0000";
 
-/** Each token is followed by its alternatives; `counts` has how many. */
+const PART = 500; // tokens that are worth packing while an answer grows
+const EMPTY = { ids: new Int32Array(0), logprobs: new Float32Array(0), counts: new Uint8Array(0), texts: "" };
+const known = new WeakMap(); // what is packed of a list of tokens, which only grows
+
+const longer = (array, size) => {
+  const copy = new array.constructor(array.length + size);
+  copy.set(array);
+  return copy;
+};
+
+/** Each token is followed by its alternatives; `counts` has how many. What is packed of the list already is copied. */
 export function pack(tokens) {
-  const size = tokens.reduce((sum, { top }) => sum + 1 + top.length, 0);
-  const packed = { ids: new Int32Array(size), logprobs: new Float32Array(size), counts: new Uint8Array(tokens.length), texts: "" };
-  const texts = [];
+  const before = known.get(tokens) ?? EMPTY;
+  const fresh = tokens.slice(before.counts.length);
+  if (!fresh.length) return before;
+  const size = fresh.reduce((sum, { top }) => sum + 1 + top.length, 0);
+  const packed = { ids: longer(before.ids, size), logprobs: longer(before.logprobs, size), counts: longer(before.counts, fresh.length), texts: "" };
+  const texts = before.counts.length ? [before.texts] : [];
+  let at = before.ids.length;
   const put = ({ id = -1, logprob, text }) => {
-    packed.ids[texts.length] = id;
-    packed.logprobs[texts.length] = logprob;
+    packed.ids[at] = id;
+    packed.logprobs[at++] = logprob;
     texts.push(text.replaceAll(SEPARATOR, " "));
   };
-  tokens.forEach((token, index) => {
-    packed.counts[index] = token.top.length;
+  fresh.forEach((token, index) => {
+    packed.counts[before.counts.length + index] = token.top.length;
     put(token);
     token.top.forEach(put);
   });
   packed.texts = texts.join(SEPARATOR);
+  known.set(tokens, packed);
   return packed;
 }
 
-export function unpack({ ids, logprobs, counts, texts }) {
+/** Pack what a growing answer has by now, so that little is left to do at once when it is saved. */
+export function packAhead(tokens) {
+  if (tokens.length - (known.get(tokens) ?? EMPTY).counts.length >= PART) pack(tokens);
+}
+
+export function unpack(packed) {
+  const { ids, logprobs, counts, texts } = packed;
   const all = texts.split(SEPARATOR);
   let at = 0;
   const take = () => ({ id: ids[at] < 0 ? undefined : ids[at], logprob: logprobs[at], text: all[at++] });
-  return Array.from(counts, (count) => ({ ...take(), top: Array.from({ length: count }, take) }));
+  const tokens = Array.from(counts, (count) => ({ ...take(), top: Array.from({ length: count }, take) }));
+  known.set(tokens, packed);
+  return tokens;
 }
 
 const withNodes = (chat, change) => ({ ...chat, nodes: Object.fromEntries(Object.entries(chat.nodes).map(([id, node]) => [id, change(node)])) });

@@ -24,6 +24,29 @@ QUESTIONS = """async () => {
 }"""
 
 
+# Packs tokens before and after some are added, a list that is unpacked again likewise. Returns what each time was read.
+PACK_TWICE = """async (count) => {
+  const { pack, unpack } = await import("/pages/pack.js");
+  let read = 0;
+  const token = (id) => ({ id, text: `t${id}`, top: [{ id: 7, text: "", logprob: -2 }], get logprob() { return read++, -0.5; } });
+  const plain = (list) => JSON.stringify(list.map(({ id, text, logprob, top }) => [id, text, logprob, top.map((each) => [each.id, each.text, each.logprob])]));
+  const numRead = (list) => {
+    const before = read;
+    pack(list);
+    return read - before;
+  };
+  const tokens = Array.from({ length: count }, (_, id) => token(id));
+  const first = numRead(tokens);
+  tokens.push(token(count), token(count + 1));
+  const second = numRead(tokens);
+  const again = unpack(structuredClone(pack(tokens)));
+  const isSame = plain(again) === plain(tokens);
+  again.push(token(count + 2));
+  const third = numRead(again);
+  return [first, second, third, isSame && plain(unpack(pack(again))) === plain(again)];
+}"""
+
+
 async def other_tab(page: Page) -> Page:
     """The same conversation once more."""
     other = await page.context.new_page()
@@ -41,6 +64,13 @@ async def delete(page: Page, number: int) -> None:
 
 def questions(page: Page) -> Any:
     return page.locator(".user .text")
+
+
+@pytest.mark.parametrize("count", [0, 1000])
+async def test_tokens_that_were_packed_are_not_packed_again(chromium: Browser, count: int) -> None:
+    """A long answer is saved every few seconds while it grows."""
+    async with running_gateway() as gateway, browsing(chromium, gateway.url) as page:
+        assert await page.evaluate(PACK_TWICE, count) == [count, 2, 1, True]
 
 
 async def test_tabs_that_know_nothing_of_each_other_lose_nothing(chromium: Browser) -> None:

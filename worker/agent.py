@@ -78,6 +78,8 @@ class RegistryAgent:
     def __init__(self, info: WorkerInfo, source: ReportSource, credentials: Credentials) -> None:
         self.state = WorkerState.READY
         self.info = info
+        self.is_heard = False
+        """True while heartbeats are being sent, so that a last one says farewell."""
         self._source = source
         self._credentials = credentials
         self._last = Report()
@@ -172,15 +174,18 @@ class RegistryAgent:
         self, write: Callable[[worker_pb2.RegisterRequest], Awaitable[None]], interval_s: float
     ) -> None:
         """`write` heartbeats and snapshots until the last heartbeat, until cancelled, or until a write fails."""
-        while True:
-            self._wake.clear()  # first: what changes during the writes needs another heartbeat
-            requests = await self._requests()
-            is_last = self.state.is_gone  # what the requests say, because nothing has been awaited since
-            for request in requests:
-                await write(request)
-            if is_last:
-                return
-            await set_within(self._wake, interval_s)
+        self.is_heard, is_last = True, False
+        try:
+            while not is_last:
+                self._wake.clear()  # first: what changes during the writes needs another heartbeat
+                requests = await self._requests()
+                is_last = self.state.is_gone  # what the requests say, because nothing has been awaited since
+                for request in requests:
+                    await write(request)
+                if not is_last:
+                    await set_within(self._wake, interval_s)
+        finally:
+            self.is_heard = False
 
     async def _requests(self) -> list[worker_pb2.RegisterRequest]:
         """Return the next messages: a snapshot if a router has requested one, then a heartbeat."""

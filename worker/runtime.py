@@ -38,6 +38,8 @@ log = structlog.get_logger(__name__)
 
 _STOP_GRACE_S = 1.0
 _FAREWELL_S = 5.0
+# A worker that is not registered, because its registry does not answer, stops after this time: it may be about to be.
+_REGISTERING_S = 0.5
 
 # Steps of up to this many tokens, as decode steps of a full batch, have the plain limit; larger ones in proportion.
 _PLAIN_STEP_TOKENS = 64
@@ -115,7 +117,7 @@ class WorkerRuntime:
                 raise MeshError("the engine died; the log has the details")
             self._left_as = WorkerState.STOPPED if next_role is None else WorkerState.SWITCHING
             self._show()
-            await asyncio.wait([registered], timeout=_FAREWELL_S)
+            await asyncio.wait([registered], timeout=_FAREWELL_S if self._agent.is_heard else _REGISTERING_S)
             return next_role
         finally:
             own_tasks = (registered, died, watch)

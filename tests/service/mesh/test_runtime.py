@@ -1,6 +1,7 @@
 """A worker's stay in the mesh: what it says while its engine is stuck, and in which order it stops."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -236,6 +237,22 @@ async def test_stop_order_not_serving_refuse_drain_stop_engine(monkeypatch: pyte
         assert stopping.engine._closed
         assert (await stopping.seen_as(WorkerState.STOPPED)).cached == set()
         assert WorkerState.LOST not in stopping.seen
+
+
+async def test_a_registry_that_never_answers_does_not_hold_up_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nobody to say farewell to."""
+    monkeypatch.setattr(runtime_module, "_FAREWELL_S", 10 * WAIT_S)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        stopping = Worker(WorkerSettings(model="m", registry_address=address), Membership(clock), INFO)
+        stopping.may_drain.set()
+        serving = asyncio.create_task(stopping.serve())
+        connection, _ = await asyncio.to_thread(silent.accept)
+        connection.sendall(b"\0\0\0\4\0\0\0\0\0")  # HTTP/2's settings, and nothing more: a call begins
+        stopping.told_to_stop.set()
+        async with asyncio.timeout(WAIT_S):
+            await serving
+        connection.close()
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])

@@ -62,11 +62,11 @@ def _answer_beside(line: dict[str, Any], job: Job) -> str:
 
 
 class PromptEncoder:
-    """Token ids of prompts as the router makes them; the tokenizer and the chat template are loaded when needed. Only
-    the first `max_chars` characters of a text are tokenised.
+    """Token ids of prompts as the router makes them; the tokenizer and the chat template are loaded when needed. With
+    `max_chars` only so many characters of a text are tokenised, its first.
     """
 
-    def __init__(self, model_dir: Path, vocab_size: int, *, max_chars: int) -> None:
+    def __init__(self, model_dir: Path, vocab_size: int, *, max_chars: int | None = None) -> None:
         self._model_dir = model_dir
         self._vocab_size = vocab_size
         self._max_chars = max_chars

@@ -186,7 +186,7 @@ def test_what_is_refused(encoder_decoder: Checkpoint) -> None:
     assert load_config(model_dir).whole_prompts
     with pytest.raises(ConfigurationError, match=r"draft_model .*/t5 does not fit T5For"):
         draft_block_bytes(Speculation("draft", 4, model_dir), settings(model_dir))
-    with pytest.raises(ConfigurationError, match="set kv_dtype to another type than int8, or dtype to float32$"):
+    with pytest.raises(ConfigurationError, match=r"set kv_dtype to another type than int8, or dtype to float32$"):
         load_model_runner(settings(model_dir, dtype="float16", kv_dtype="int8"))
     driver = Driver(runner_of(model_dir))
     with pytest.raises(ValueError, match="in one step"):

@@ -28,8 +28,10 @@ QUESTIONS = """async () => {
 PACK_TWICE = """async (count) => {
   const { pack, unpack } = await import("/pages/pack.js");
   let read = 0;
-  const token = (id) => ({ id, text: `t${id}`, top: [{ id: 7, text: "", logprob: -2 }], get logprob() { return read++, -0.5; } });
-  const plain = (list) => JSON.stringify(list.map(({ id, text, logprob, top }) => [id, text, logprob, top.map((each) => [each.id, each.text, each.logprob])]));
+  const top = [{ id: 7, text: "", logprob: -2 }];
+  const token = (id) => ({ id, text: `t${id}`, top, get logprob() { return read++, -0.5; } });
+  const entry = ({ id, text, logprob }) => [id, text, logprob];
+  const plain = (list) => JSON.stringify(list.map((each) => [entry(each), each.top.map(entry)]));
   const numRead = (list) => {
     const before = read;
     pack(list);

@@ -249,7 +249,9 @@ async def test_input_tokens_are_those_that_a_response_would_count(gateway: Runni
 
 
 @pytest.mark.parametrize(("member", "value"), [("previous_response_id", "resp_1"), ("temperature", 3), ("top_p", -1)])
-async def test_input_tokens_refuses_what_a_response_refuses(gateway: RunningGateway, member: str, value: object) -> None:
+async def test_input_tokens_refuses_what_a_response_refuses(
+    gateway: RunningGateway, member: str, value: object
+) -> None:
     question = {"model": "fake", "input": "weather?", member: value}
     responses = [await gateway.post(f"/v1/responses{route}", question) for route in ("", "/input_tokens")]
     assert [response.status_code for response in responses] == [400, 400]

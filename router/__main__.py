@@ -93,8 +93,7 @@ class RouterProcess:
             for model_settings in settings.each_model()
         ]
 
-        services = [model_router.service for model_router in self.model_routers]
-        self._directory = ModelDirectory(services, self.journal, self.traffic)
+        self._directory = ModelDirectory([each.service for each in self.model_routers], self.journal, self.traffic)
         self._readiness = Readiness(
             self.public,
             [model_router.mesh for model_router in self.model_routers],

@@ -15,7 +15,11 @@ def add_arguments(parser: CommandParser) -> None:
     )
     new = actions.add_parser("new", help=about, description=about)
     new.add_argument("tenant", metavar="TENANT", help="name of the tenant that gets the key")
-    new.add_argument("--operator", action="store_true", help="allow the tenant to list the workers")
+    new.add_argument(
+        "--operator",
+        action="store_true",
+        help="let the tenant see and drain workers, switch their roles, share out traffic and read the gateway's metrics",
+    )
     new.add_argument(
         "--max-concurrent-requests", type=int, metavar="N", help="limit on choices that are served at a time"
     )

@@ -17,6 +17,13 @@ from mesh.rpc.settings import MemberSettings
 from mesh.settings import load_settings
 
 _TIMEOUT_S = 3.0
+_USAGE = """usage: python -m mesh.rpc.probe HOST:PORT
+
+ask a service whether it is ready; the exit status is 0 if it is SERVING
+
+A service with certificates is asked with them: TANDEM_PUBLIC_TLS_CERT and TANDEM_PUBLIC_TLS_KEY for the public port of
+a router, TANDEM_MESH_TLS_CERT, TANDEM_MESH_TLS_KEY and TANDEM_MESH_TLS_CA for workers.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +33,8 @@ class ProbeSettings(MemberSettings, PublicTlsSettings):
     def identities(self) -> Iterator[TlsIdentity | None]:
         """Yield the TLS identities to try, None for plaintext: it is not known which port of the service is probed.
         Raises ConfigurationError."""
-        if self.public_tls_cert:
-            yield TlsIdentity.load(self.public_tls_cert, self.public_tls_key).for_itself()
+        if (files := self.public_tls_files()) is not None:
+            yield TlsIdentity.load(*files).for_itself()
         if (tls := self.load_credentials().tls) is not None:
             yield tls.for_itself()
         if not (self.mesh_tls_cert and self.public_tls_cert):
@@ -36,8 +43,11 @@ class ProbeSettings(MemberSettings, PublicTlsSettings):
 
 def main(argv: list[str]) -> int:
     """Probe once. Return the exit status."""
-    if len(argv) != 1:
-        sys.stderr.write("usage: python -m mesh.rpc.probe HOST:PORT\n")
+    if argv in (["-h"], ["--help"]):
+        sys.stdout.write(_USAGE)
+        return 0
+    if len(argv) != 1 or argv[0].startswith("-"):
+        sys.stderr.write(_USAGE)
         return 2
     try:
         identities = list(load_settings(ProbeSettings, [], prog="probe").values.identities())
@@ -46,13 +56,16 @@ def main(argv: list[str]) -> int:
         return 2
     for tls in identities:
         try:
-            return 0 if _is_serving(argv[0], tls) else 1
+            status = _health(argv[0], tls)
         except grpc.RpcError as error:
-            sys.stderr.write(f"{argv[0]}: {error.code().name}\n")
+            sys.stderr.write(f"{argv[0]}: {error.code().name} {'without TLS' if tls is None else 'over TLS'}\n")
+            continue
+        sys.stdout.write(f"{argv[0]}: {status}\n")
+        return 0 if status == "SERVING" else 1
     return 1
 
 
-def _is_serving(address: str, tls: TlsIdentity | None) -> bool:
+def _health(address: str, tls: TlsIdentity | None) -> str:
     """Query the health service. Raises grpc.RpcError."""
     if tls is None:
         channel = grpc.insecure_channel(address, options=[NO_PROXY])
@@ -60,7 +73,7 @@ def _is_serving(address: str, tls: TlsIdentity | None) -> bool:
         channel = grpc.secure_channel(address, tls.channel_credentials(), options=[NO_PROXY, *tls.channel_options()])
     with channel:
         response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
 
 if __name__ == "__main__":

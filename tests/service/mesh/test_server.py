@@ -183,7 +183,7 @@ def test_listening_to_the_world_needs_a_key() -> None:
         MeshKey("short")
 
 
-async def test_probe_follows_health() -> None:
+async def test_probe_follows_health(capsys: pytest.CaptureFixture[str]) -> None:
     server = Server(Listen("127.0.0.1", 0, MeshKey("a-key-for-tests-only")))
     await server.start([])
     assert await asyncio.to_thread(probe, [server.address]) == 1
@@ -191,7 +191,17 @@ async def test_probe_follows_health() -> None:
     assert await asyncio.to_thread(probe, [server.address]) == 0
     await server.stop(0)
     assert await asyncio.to_thread(probe, [server.address]) == 1
-    assert probe([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == f"{server.address}: NOT_SERVING\n{server.address}: SERVING\n"
+    assert shown.err == f"{server.address}: UNAVAILABLE without TLS\n"
+
+
+def test_probe_says_how_it_is_used(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (probe([]), probe(["--port"]), probe(["--help"])) == (2, 2, 0)
+    assert capsys.readouterr().out.startswith("usage: python -m mesh.rpc.probe HOST:PORT\n")
+    monkeypatch.setenv("TANDEM_PUBLIC_TLS_CERT", "cert.pem")
+    assert probe(["127.0.0.1:50051"]) == 2
+    assert "public_tls_cert and public_tls_key belong together" in capsys.readouterr().err
 
 
 async def test_a_proxy_of_the_environment_sees_no_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ def add_arguments(parser: CommandParser) -> None:
     new.add_argument(
         "--operator",
         action="store_true",
-        help="let the tenant see and drain workers, switch their roles, share out traffic and read the gateway's metrics",
+        help="let the tenant see and drain workers, switch their roles, share out traffic, and read all metrics",
     )
     new.add_argument(
         "--max-concurrent-requests", type=int, metavar="N", help="limit on choices that are served at a time"

@@ -27,7 +27,7 @@ _REST_S = 0.2
 _REPEATS = 7
 _PROMPT_SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)  # of the tokens of a prefill step
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-_NUM_TOKENS = 64  # of each answer whose gaps are measured
+_NUM_TOKENS = 64  # of each answer whose gaps are measured; it is at least twice as long, so that all run together
 _NUM_ROUNDS = 3  # of prompts beside answers, and of both alone
 _PROMPTS_A_ROUND = 4
 _ANSWERS_BESIDE = 4  # at each decode worker
@@ -55,6 +55,14 @@ class _Prompt:
     @property
     def overhead_s(self) -> float:
         return max(1e-6, self.first_token_s - self.prefill_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A decode step, and the mean context of its sequences in tokens."""
+
+    seconds: float
+    context: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,30 +216,38 @@ class MeshMeter:
         short, long_ = max(1, pass_tokens // 16), pass_tokens
         steps = {}
         for batch in [batch for batch in _BATCHES if batch <= max_num_seqs]:
-            steps[batch] = await self._step_s(batch, num_workers, short)
+            steps[batch] = await self.step(batch, num_workers, short)
         batch = max(size for size in steps if size <= 8)
-        longer_s = await self._step_s(batch, num_workers, long_) - steps[batch]
-        context_s = max(0.0, longer_s / batch / (long_ - short)) if long_ > short else 0.0
-        mean_context = short + _NUM_TOKENS
-        table = tuple((size, max(step_s - context_s * size * mean_context, 1e-6)) for size, step_s in steps.items())
-        return table, context_s
+        longer = await self.step(batch, num_workers, long_)
+        more_context = longer.context - steps[batch].context
+        context_s = (
+            max(0.0, (longer.seconds - steps[batch].seconds) / batch / more_context) if more_context > 0 else 0.0
+        )
+        table = [(size, max(step.seconds - context_s * size * step.context, 1e-6)) for size, step in steps.items()]
+        return tuple(table), context_s
 
-    async def _step_s(self, batch: int, num_workers: int, num_tokens: int) -> float:
-        """Mean gap while `batch` sequences run at each decode worker."""
-        gaps: list[float] = []
-        streams = [self._gaps(num_tokens) for _ in range(batch * num_workers)]
-        token_times = await asyncio.gather(*streams)
+    async def step(self, batch: int, num_workers: int, num_tokens: int) -> _Step:
+        """The mean gap while `batch` sequences run at each decode worker. Answers get longer until all of them run at
+        the same time: if prompts take long beside steps, the first answers end before the last ones begin.
+        """
+        longest = max(2, min(_MAX_ANSWER, self._model.max_total_tokens - num_tokens))
+        num_new = min(2 * _NUM_TOKENS, longest)
+        while not (gaps := await self._common_gaps(batch * num_workers, num_tokens, num_new)):
+            if num_new == longest:
+                raise RunFailed(f"{batch} answers did not run at the same time: the mesh is too small or not idle")
+            num_new = min(2 * num_new, longest)
+        return _Step(statistics.fmean(gaps), num_tokens + num_new / 2)
+
+    async def _common_gaps(self, num_answers: int, num_tokens: int, num_new: int) -> list[float]:
+        """Gaps between tokens from the last answer's first token to the first end of an answer."""
+        answers = [self._arrivals(num_tokens, num_new) for _ in range(num_answers)]
+        token_times = await asyncio.gather(*answers)
         begun_s, ended_s = max(times[0] for times in token_times), min(times[-1] for times in token_times)
-        for times in token_times:
-            within = [at_s for at_s in times if begun_s <= at_s <= ended_s]
-            gaps += [later - earlier for earlier, later in pairwise(within)]
-        if not gaps:
-            raise RunFailed(f"{batch} answers did not run at the same time: the mesh is too small or not idle")
-        return statistics.fmean(gaps)
+        common = [[at_s for at_s in times if begun_s <= at_s <= ended_s] for times in token_times]
+        return [later - earlier for within in common for earlier, later in pairwise(within)]
 
-    async def _gaps(self, num_tokens: int) -> Sequence[float]:
-        """Arrival times of an answer's tokens. It is twice as long as what is measured, so that all run together."""
-        return [time.perf_counter() async for _ in self._stream(num_tokens, 2 * _NUM_TOKENS)]
+    async def _arrivals(self, num_tokens: int, num_new: int) -> Sequence[float]:
+        return [time.perf_counter() async for _ in self._stream(num_tokens, num_new)]
 
     def _stream(self, num_tokens: int, num_new: int) -> AsyncGenerator[tandem.TokenEvent, None]:
         prompt = [self._rng.randrange(_FIRST_ID, self._model.vocab_size) for _ in range(num_tokens)]

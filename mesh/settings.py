@@ -17,7 +17,7 @@ import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Generic, TypeGuard, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, NoReturn, TypeGuard, TypeVar, get_args, get_type_hints
 
 from mesh.domain.errors import ConfigurationError
 
@@ -200,13 +200,33 @@ def as_flags(**settings: object) -> tuple[str, ...]:
 
 
 def _parse_flags(cls: type, hints: Mapping[str, object], argv: Sequence[str], prog: str) -> dict[str, str]:
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = _FlagParser(prog=f"python -m {prog}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")
     for f in fields(cls):
         if not f.metadata.get("secret"):
             note = f"env {', '.join(_env_names(f))}"
             parser.add_argument(flag_name(f.name), **flag_options(f, note))
-    return vars(parser.parse_args(list(argv)))
+    flags, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        parser.error(_describe_unknown(unknown[0].partition("=")[0], cls))
+    return vars(flags)
+
+
+def _describe_unknown(word: str, cls: type) -> str:
+    if not word.startswith("-"):
+        return f"unexpected argument {word!r}"
+    secrets = {flag_name(f.name): _env_names(f)[0] for f in fields(cls) if f.metadata.get("secret")}
+    if word in secrets:
+        return f"there is no option {word}, which other users would see; set {secrets[word]}, or write it into a file"
+    flags = [flag_name(f.name) for f in fields(cls) if not f.metadata.get("secret")]
+    return f"there is no option {word}{suggestion(word, flags)}"
+
+
+class _FlagParser(argparse.ArgumentParser):
+    """Reports an error in one line: the usage text of a service has a hundred."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see: {self.prog} --help)\n")
 
 
 def flag_options(f: Field[Any], note: str = "") -> dict[str, Any]:

@@ -56,8 +56,21 @@ def test_secrets_have_no_flag_and_are_not_shown() -> None:
     resolved = load([], {"TANDEM_KEY": "hush"})
     assert resolved.values.key == "hush"
     assert "hush" not in str(resolved.describe())
-    with pytest.raises(SystemExit):
-        load(["--key", "hush"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--prot=1"], "there is no option --prot; did you mean --port? (see: python -m client --help)\n"),
+        (["--key", "hush"], "there is no option --key, which other users would see; set TANDEM_KEY, or write it into"),
+        (["1"], "unexpected argument '1'"),
+    ],
+)
+def test_wrong_words_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        load(argv)
+    said = capsys.readouterr().err
+    assert message in said and "hush" not in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

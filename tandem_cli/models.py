@@ -20,6 +20,9 @@ def _list_models(args: argparse.Namespace) -> int:
     with open_client(args) as client:
         models = client.models(timeout=_TIMEOUT_S)
     table = Table("model", "ready", "input tokens", "total tokens", "vocabulary", "chat", box=None, pad_edge=False)
+    has_adapters = any(model.adapters for model in models)
+    if has_adapters:
+        table.add_column("adapters", overflow="fold")
     for model in models:
         table.add_row(
             Text(strip_controls(model.name)),
@@ -28,6 +31,7 @@ def _list_models(args: argparse.Namespace) -> int:
             f"<= {model.max_total_tokens}",
             str(model.vocab_size),
             "yes" if model.has_chat_template else "no",
+            *((Text(strip_controls(", ".join(model.adapters))),) if has_adapters else ()),
         )
     wide_console().print(FittingTable(table))
     return 0

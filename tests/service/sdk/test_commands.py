@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 import tandem
-from tandem.v1 import mesh_pb2
+from tandem.v1 import generation_pb2, mesh_pb2
 from tandem_cli.main import main
 from tests.defects import Repaired
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, interrupt_main_thread
@@ -89,6 +89,18 @@ def test_workers_and_models(run: Run) -> None:
     status, out, _ = run("models")
     assert status == 0
     assert "fake" in out
+    assert "adapters" not in out
+
+
+def test_models_shows_the_adapters_that_requests_may_name(run: Run, threaded_router: FakeRouter) -> None:
+    other_model = generation_pb2.Model(name="other", adapters=["french", "legal"])
+    threaded_router.script.more_models = (other_model,)
+    status, out, _ = run("models")
+    assert status == 0
+    head, fake, other = out.splitlines()
+    assert head.split()[-1] == "adapters"
+    assert fake.split()[-1] == "yes"
+    assert other.endswith("french, legal")
 
 
 def test_workers_for_machines(run: Run, threaded_router: FakeRouter) -> None:

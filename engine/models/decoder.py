@@ -4,7 +4,7 @@ ModelConfig selects the variants. The decoder does not know sequences, blocks or
 metadata, its output hidden states and logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -19,10 +19,10 @@ from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapted_linear import Adapters
 from engine.models.adapters import AdapterWeights
 from engine.models.cpu_support import why_not_recurrent
-from engine.models.encodings import Parameters
+from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ExpertProducts, why_not_on_device
 from engine.models.layer import Layer, run_layer, take_layer, take_mlp, take_norm
-from engine.models.linear import Ops, Rows, make_linear
+from engine.models.linear import LinearLayer, Ops, Rows, make_linear
 from engine.models.mixed import LayerInputs, MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
@@ -234,11 +234,17 @@ class Embedding:
 class Output:
     """Logits of the residual after the last layer: the final norm, and the output matrix, which may be `embedding`."""
 
-    def __init__(self, parameters: Parameters, config: ModelConfig, embedding: Tensor) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        config: ModelConfig,
+        embedding: Tensor,
+        make_output: Callable[[LinearParameters], LinearLayer] = make_linear,
+    ) -> None:
         self._config = config
         self._norm = take_norm(parameters, "final_norm", config) if config.final_norm else None
         self._project = None if config.embed_size is None else make_linear(parameters.take_linear("project_out"))
-        self._lm_head = make_linear(parameters.take_output(embedding))
+        self._lm_head = make_output(parameters.take_output(embedding))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         # [num_rows, hidden_size] -> [num_rows, vocab_size], fp32

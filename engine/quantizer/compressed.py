@@ -14,6 +14,9 @@ from engine.quantized_formats.matrix import QuantizedMatrix
 Activations = Literal["int8", "fp8"] | None
 """The numbers to which activations are rounded, with a scale for each token, while the model runs; None: none."""
 
+_PACKED_AT_ONCE = 2**20
+"""Numbers that are packed at once, each of which takes 24 bytes meanwhile."""
+
 
 def stored_tensors(matrix: QuantizedMatrix, storage: MatrixStorage, scales_dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a matrix without zeros, by the last part of their names."""
@@ -27,10 +30,14 @@ def stored_tensors(matrix: QuantizedMatrix, storage: MatrixStorage, scales_dtype
 def pack(values: Tensor, num_bits: int) -> Tensor:
     """int8 [rows, numbers] -> int32 [rows, words]: 2^(bits - 1) is added to each, the first are in the lowest bits."""
     per_word = 32 // num_bits
-    unsigned = values.to(torch.int64) + 2 ** (num_bits - 1)
-    padded = torch.nn.functional.pad(unsigned, (0, -values.shape[1] % per_word)).view(len(values), -1, per_word)
-    words = (padded << torch.arange(per_word) * num_bits).sum(2)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    packed = torch.empty(len(values), -(-values.shape[1] // per_word), dtype=torch.int32)
+    rows_at_once = max(1, _PACKED_AT_ONCE // values.shape[1])
+    for some, words in zip(values.split(rows_at_once), packed.split(rows_at_once), strict=True):
+        unsigned = some.to(torch.int64) + 2 ** (num_bits - 1)
+        padded = torch.nn.functional.pad(unsigned, (0, -some.shape[1] % per_word)).view(len(some), -1, per_word)
+        sums = (padded << torch.arange(per_word) * num_bits).sum(2)
+        words.copy_(torch.where(sums >= 2**31, sums - 2**32, sums))
+    return packed
 
 
 def describe(storage: MatrixStorage, activations: Activations, kept: Sequence[str]) -> dict[str, Any]:

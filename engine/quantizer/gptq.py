@@ -64,24 +64,32 @@ def inverse_factor(gram: Tensor) -> Tensor:
     for damping in _DAMPINGS:
         factor = gram.flip(0, 1)
         factor.diagonal().add_(torch.where(diagonal == 0, 1.0, torch.tensor(damping * mean)).flip(0))
-        factor, failed = torch.linalg.cholesky_ex(factor)
-        if failed:
-            continue
-        _invert(factor)
-        if is_finite(factor.diagonal()) and bool((factor.diagonal() > 0).all()):
+        has_factor = _invert_factor(factor)
+        if has_factor and is_finite(factor.diagonal()) and bool((factor.diagonal() > 0).all()):
             return factor.flip(0, 1)
     raise ConfigurationError("its inputs on the calibration prompts are NaN, infinite or too large: use other prompts")
 
 
-def _invert(lower: Tensor) -> None:
-    """Invert a lower triangular matrix in place, mostly by products of halves, in half of the time of LAPACK's way over
-    the whole inverse of the Gram matrix.
+def _invert_factor(matrix: Tensor) -> bool:
+    """Replace a symmetric matrix, of which the half below the diagonal is read, by the inverse of its lower Cholesky
+    factor. Returns False, with any numbers in it, if it is not positive definite.
+
+    Mostly products of halves: they take less time than LAPACK's way over the whole inverse, and have the same sums on
+    any number of threads. LAPACK's factorisation has not, so it is left small matrices, in one thread.
     """
-    if len(lower) <= _INVERTED_AT_ONCE:
-        lower.copy_(torch.linalg.solve_triangular(lower, torch.eye(len(lower)), upper=False))
-        return
-    half = len(lower) // 2
-    first, second, between = lower[:half, :half], lower[half:, half:], lower[half:, :half]
-    _invert(first)
-    _invert(second)
-    between.copy_(second @ between @ first).neg_()
+    if len(matrix) <= _INVERTED_AT_ONCE:
+        with one_thread():
+            lower, failed = torch.linalg.cholesky_ex(matrix)
+            matrix.copy_(torch.linalg.solve_triangular(lower, torch.eye(len(lower)), upper=False))
+        return not failed
+    half = len(matrix) // 2
+    first, second, between = matrix[:half, :half], matrix[half:, half:], matrix[half:, :half]
+    if not _invert_factor(first):
+        return False
+    lower = between @ first.t()
+    second.addmm_(lower, lower.t(), alpha=-1)
+    if not _invert_factor(second):
+        return False
+    between.copy_(second @ lower @ first).neg_()
+    matrix[:half, half:] = 0
+    return True

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from engine.attention.backend import attention_shape
 from engine.attention.torch_sdpa import TorchAttention
+from engine.models.activations import Activation
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.layer import Experts, Layer, LinearLayers, Mlp, SharedExpert, run_layer, take_layer, take_mlp
 from engine.models.linear import FloatOps
@@ -18,6 +19,7 @@ from engine.models.mixed import MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.mixer import RecurrentMixer
 from engine.models.rope import RotaryEmbedding, rope_of_layer
+from engine.models.rounding import one_thread
 from engine.quantizer.grids import RoundRows
 
 Observe = Callable[[str, Tensor], None]
@@ -71,12 +73,26 @@ def _pack(prompts: Sequence[Sequence[int]]) -> PackedPrompts:
     )
 
 
+class _OneThreadOps(FloatOps):
+    """Activations in one thread. torch computes the last numbers of each thread's share by other code, which rounds
+    otherwise, so with more threads the files would depend on their number.
+    """
+
+    def activated(self, activation: Activation, x: Tensor) -> Tensor:
+        with one_thread():
+            return super().activated(activation, x)
+
+    def gated(self, activation: Activation, gate_up: Tensor) -> Tensor:
+        with one_thread():
+            return super().gated(activation, gate_up)
+
+
 class FloatLinear:
     """A matrix in fp32 that may be replaced, and its bias. `factor` multiplies the product; the file has the matrix
     without it. `observe` sees the inputs, before `round_rows` rounds them.
     """
 
-    ops = FloatOps(torch.float32)
+    ops = _OneThreadOps(torch.float32)
 
     def __init__(self, name: str, parameters: LinearParameters, factor: float) -> None:
         self.name = name
@@ -169,7 +185,8 @@ class FloatLayer:
             linear.observe, linear.round_rows = observe, round_rows
         rotation = None
         if ropes:
-            rotation = ropes[rope_of_layer(self.config, self.index)].rotation(pack.positions, pack.lengths)
+            with one_thread():  # as in _OneThreadOps
+                rotation = ropes[rope_of_layer(self.config, self.index)].rotation(pack.positions, pack.lengths)
         attend, recur = partial(self._attend, pack, kept), partial(_recur, pack)
         if self._mixed is not None:
             return self._mixed(residual, rotation, attend, inputs)

@@ -2,8 +2,8 @@
 
 Three streams of prompts go through each layer before the next is read: calibration prompts through the quantised
 layers, which gives each matrix the inputs that it will have; and the held-out prompts through both, for the report. In
-memory are one layer in fp32, its quantised matrices and statistics, the residuals of all prompts, the embedding and a
-file of the result.
+memory are the residuals of all prompts, and one after the other: the embedding in fp32; each layer in fp32, its
+quantised matrices and statistics, beside a file of the result; and the output matrix in fp32.
 """
 
 import json
@@ -24,6 +24,7 @@ from engine.finite import is_finite
 from engine.loading.mapped_files import read_stored
 from engine.loading.weights import WeightsTarget, load_weights
 from engine.models.decoder import Embedding, Output
+from engine.models.encodings import OUTPUT
 from engine.models.mixed import LayerInputs
 from engine.models.parameters import ParameterSpec, Source, tied_names
 from engine.models.recurrent.parameters import UNQUANTIZED
@@ -32,7 +33,7 @@ from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantizer.compressed import describe, stored_tensors
 from engine.quantizer.float_checkpoint import STORED_DTYPES, FloatCheckpoint, names_of
 from engine.quantizer.grids import RoundRows
-from engine.quantizer.layer import FloatLayer, KeptKV, Observe, PackedPrompts, pack_prompts
+from engine.quantizer.layer import FloatLayer, FloatLinear, KeptKV, Observe, PackedPrompts, pack_prompts
 from engine.quantizer.quality import Quality, QualityMeter
 from engine.quantizer.rare_experts import find_rare, settle_rare
 from engine.quantizer.schemes import Factors, Scheme
@@ -42,6 +43,7 @@ from engine.quantizer.statistics import InputStatistics
 from mesh.domain.errors import ConfigurationError
 
 _GROUP_SIZES = (128, 64, 32, 16)
+_TARGET = WeightsTarget(torch.device("cpu"), torch.float32)
 _PLACES_AT_ONCE = 128
 """Places whose logits are in memory."""
 
@@ -106,9 +108,9 @@ def quantize_checkpoint(
             checkpoint.files.require_unchanged()
             maker.make_layer(index)
             on_progress(index + 1)
-        quality = maker.quality()
         _copy_rest(checkpoint, writer, maker.replaced)
         writer.finish()
+        quality = maker.quality()
         checkpoint.files.require_unchanged()
     return Quantized(quality, writer.num_bytes, maker.num_rare_experts)
 
@@ -151,13 +153,14 @@ def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
 
 @dataclass(slots=True)
 class _Prompts:
-    """Prompts on their way through a model: the residual [tokens, hidden_size] before the next layer, and KV that later
-    layers read.
+    """Prompts on their way through a model: the residual [tokens, hidden_size] before the next layer, KV that later
+    layers read, and the residual before the first layer if all layers read it.
     """
 
     pack: PackedPrompts
     residual: Tensor
     kept: KeptKV
+    embedded: Tensor | None
 
 
 class _Maker:
@@ -177,22 +180,21 @@ class _Maker:
         self.replaced: set[str] = set()
         self.num_rare_experts = 0
         self._checkpoint, self._scheme, self._writer = checkpoint, scheme, writer
-        target = WeightsTarget(torch.device("cpu"), torch.float32)
-        self._parameters = load_weights(checkpoint.folder, checkpoint.specs, target, tied=tied_names(config))
-        self._embedding = Embedding(self._parameters, config)
-        self._ropes = ropes_of(config, target.device, target.dtype)
+        self._parameters = load_weights(checkpoint.folder, checkpoint.specs, _TARGET, tied=tied_names(config))
+        embedding = Embedding(self._parameters, config)
+        self._ropes = ropes_of(config, _TARGET.device, _TARGET.dtype)
         has_inputs = config.mixed is not None and config.mixed.input_width
         self._layer_inputs = LayerInputs(self._parameters, config) if has_inputs else None
         self._num_held_out = len(held_out)
-        judging = list(pack_prompts(held_out))
-        self._base, self._judged = self._stream(judging), self._stream(judging)  # through the original, and the result
-        self._calibrating = self._stream(list(pack_prompts(calibration)) if scheme.needs != "nothing" else [])
+        judging, calibrating = list(pack_prompts(held_out)), list(pack_prompts(calibration))
+        # Through the original, and the result.
+        self._base, self._judged = self._stream(judging, embedding), self._stream(judging, embedding)
+        self._calibrating = self._stream(calibrating if scheme.needs != "nothing" else [], embedding)
 
-    def _stream(self, packs: list[PackedPrompts]) -> list["_Prompts"]:
-        return [_Prompts(pack, self._embedded(pack), {}) for pack in packs]
-
-    def _embedded(self, pack: PackedPrompts) -> Tensor:
-        return self._embedding(pack.token_ids, pack.positions)
+    def _stream(self, packs: list[PackedPrompts], embedding: Embedding) -> list["_Prompts"]:
+        embedded = [embedding(pack.token_ids, pack.positions) for pack in packs]
+        read_later = embedded if self._layer_inputs is not None else [None] * len(packs)
+        return [_Prompts(pack, rows, {}, later) for pack, rows, later in zip(packs, embedded, read_later, strict=True)]
 
     def make_layer(self, index: int) -> None:
         """Quantise and write a layer, and take all prompts through it."""
@@ -221,20 +223,30 @@ class _Maker:
         round_rows: RoundRows | None = None,
     ) -> Tensor:
         pack, inputs = prompts.pack, None
-        if self._layer_inputs is not None:
-            inputs = self._layer_inputs(pack.token_ids, self._embedded(pack))[layer.index]
+        if self._layer_inputs is not None and prompts.embedded is not None:
+            inputs = self._layer_inputs(pack.token_ids, prompts.embedded)[layer.index]
         return layer.forward(prompts.residual, pack, self._ropes, prompts.kept, inputs, observe, round_rows)
 
     def quality(self) -> Quality:
         """Compare both models' logits of the held-out prompts."""
-        output = Output(self._parameters, self._checkpoint.config, self._embedding.weight)
-        meter = QualityMeter()
+        output, meter = self._output(), QualityMeter()
         for base, judged in zip(self._base, self._judged, strict=True):
             pack, residuals = base.pack, (base.residual, judged.residual)
             has_next = (pack.prompts[1:] == pack.prompts[:-1]).nonzero()[:, 0]
             for places in torch.split(has_next, _PLACES_AT_ONCE):
                 meter.add(pack.token_ids[places + 1], *(output(residual[places]) for residual in residuals))
         return meter.quality(self._num_held_out)
+
+    def _output(self) -> Output:
+        """Reads the output matrix, also if it is the embedding, which the layers did without. It is not packed, which
+        would take as much memory again.
+        """
+        checkpoint, embedding = self._checkpoint, torch.empty(0)
+        if checkpoint.config.tied:
+            specs = [spec for spec in checkpoint.specs if spec.name == "embed"]
+            again = load_weights(checkpoint.folder, specs, _TARGET, used_elsewhere=checkpoint.stored)
+            embedding = again.take("embed")
+        return Output(self._parameters, checkpoint.config, embedding, lambda matrix: FloatLinear(OUTPUT, matrix, 1.0))
 
     def _quantize(self, layer: FloatLayer) -> dict[str, QuantizedMatrix]:
         """Round the matrices of a layer, after folding factors into it."""

@@ -190,5 +190,8 @@ def _with_config(folder: Path, what: str) -> Path:
     if not config.is_file():
         is_adapter = (folder / "adapter_config.json").is_file()
         hint = "; it holds a LoRA adapter: serve its base model with --adapter NAME=FOLDER" if is_adapter else ""
+        if (folder / "snapshots").is_dir():
+            name = folder.name.removeprefix("models--").replace("--", "/")
+            hint = f"; it is a folder of Hugging Face's cache: give the name {name}, or a folder in its snapshots"
         raise ConfigurationError(f"{what} holds no model: it has no config.json{hint or hint_at_gguf(folder)}")
     return folder

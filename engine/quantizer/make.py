@@ -23,6 +23,7 @@ from checkpoint.text_part import other_part
 from engine.finite import is_finite
 from engine.loading.mapped_files import read_stored
 from engine.loading.weights import WeightsTarget, load_weights
+from engine.memory import return_freed_memory
 from engine.models.decoder import Embedding, Output
 from engine.models.encodings import OUTPUT
 from engine.models.mixed import LayerInputs
@@ -109,8 +110,9 @@ def quantize_checkpoint(
             maker.make_layer(index)
             on_progress(index + 1)
         _copy_rest(checkpoint, writer, maker.replaced)
-        writer.finish()
+        writer.flush()  # the output matrix takes this memory
         quality = maker.quality()
+        writer.finish()
         checkpoint.files.require_unchanged()
     return Quantized(quality, writer.num_bytes, maker.num_rare_experts)
 
@@ -241,11 +243,12 @@ class _Maker:
         """Reads the output matrix, also if it is the embedding, which the layers did without. It is not packed, which
         would take as much memory again.
         """
+        return_freed_memory()  # of layers
         checkpoint, embedding = self._checkpoint, torch.empty(0)
         if checkpoint.config.tied:
             specs = [spec for spec in checkpoint.specs if spec.name == "embed"]
-            again = load_weights(checkpoint.folder, specs, _TARGET, used_elsewhere=checkpoint.stored)
-            embedding = again.take("embed")
+            of_files = {tensor.whole or name for name, tensor in checkpoint.stored.items()}
+            embedding = load_weights(checkpoint.folder, specs, _TARGET, used_elsewhere=of_files).take("embed")
         return Output(self._parameters, checkpoint.config, embedding, lambda matrix: FloatLinear(OUTPUT, matrix, 1.0))
 
     def _quantize(self, layer: FloatLayer) -> dict[str, QuantizedMatrix]:

@@ -33,11 +33,11 @@ class ShardWriter:
         self.names.add(name)
         self._pending[name] = tensor.contiguous()
         if sum(waiting.nbytes for waiting in self._pending.values()) >= self._shard_bytes:
-            self._write()
+            self.flush()
 
     def finish(self) -> None:
         """Write what is left, and the index if there are several files."""
-        self._write()
+        self.flush()
         if len(self._shards) == 1:
             self._path(0).rename(self._folder / SINGLE_FILE)
             return
@@ -49,7 +49,8 @@ class ShardWriter:
         content = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
         (self._folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
 
-    def _write(self) -> None:
+    def flush(self) -> None:
+        """Write what waits for a file to be full."""
         if not self._pending:
             return
         try:

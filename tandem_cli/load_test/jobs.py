@@ -80,8 +80,12 @@ def _read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
     """`parse` each line; its ValueError becomes a ConfigurationError with the number of the line."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin files with a mark
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"cannot read {path}: byte {error.start} is not UTF-8 ({error.reason}): convert the file to UTF-8"
+        ) from error
     parsed = []
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -139,7 +143,7 @@ def _parse_shape(entry: Mapping[str, Any]) -> tuple[float, int, int]:
 def _plain_names(entry: object) -> dict[str, Any]:
     """The object of a line, with our names in place of Mooncake's."""
     if not isinstance(entry, dict):
-        raise ValueError(f"expected an object, got {type(entry).__name__}")
+        raise ValueError(f"expected an object, got {type(entry).__name__}: write one JSON object a line")
     plain: dict[str, Any] = {}
     for name, value in entry.items():
         plain[_ALIASES.get(str(name), str(name))] = value

@@ -2,6 +2,7 @@
 are those of the library, and what is refused.
 """
 
+import gc
 import json
 import math
 import os
@@ -29,7 +30,9 @@ from engine.quantizer.float_checkpoint import open_float_checkpoint
 from engine.quantizer.gptq import round_by_errors
 from engine.quantizer.layer import FloatLayer, pack_prompts
 from engine.quantizer.make import _Maker
+from engine.quantizer.make import quantize_checkpoint as quantize_float_checkpoint
 from engine.quantizer.quality import QualityMeter
+from engine.quantizer.schemes import make_scheme
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, tie
 from mesh.domain.errors import ConfigurationError
@@ -349,6 +352,25 @@ def test_a_table_is_printed(
     assert "perplexity" in captured.out
     assert "1 held-out prompts, 19 tokens" in captured.out
     assert f"serve it with: tandem up {tmp_path / 'out'}" in captured.out
+
+
+def test_no_layer_is_made_beside_the_embedding_or_an_earlier_layer(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    opened = open_float_checkpoint(checkpoint("llama"))
+    config, others = opened.config, []
+    table, up = (config.vocab_size, config.hidden_size), (2 * config.intermediate_size, config.hidden_size)
+
+    def look(_: int) -> None:
+        gc.collect()
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+        others.extend(thing.shape for thing in tensors if tuple(thing.shape) in (table, up))
+
+    scheme = make_scheme("gptq", group_size=32, alpha=0.5, dtype=opened.dtype)
+    look(0)
+    num_before = len(others)
+    quantize_float_checkpoint(opened, tmp_path / "out", scheme, [[1, 2, 3]], [[4, 5]], look)
+    assert len(others) == num_before * (config.num_layers + 1)
 
 
 def test_an_interrupted_run_leaves_nothing(

@@ -55,3 +55,16 @@ def test_the_factor_of_an_inverse_is_that_of_its_definition(num_channels: int) -
     identity = factor.t() @ factor @ damped
     assert torch.allclose(identity, torch.eye(num_channels, dtype=torch.float64), atol=1e-3)
     assert factor[3, 3] == 1
+
+
+def test_the_factor_of_an_inverse_is_the_same_on_any_number_of_threads() -> None:
+    """LAPACK's factorisation of so many channels is not."""
+    gram, before = random_statistics(1000, 2000).gram, torch.get_num_threads()
+    factors = []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            factors.append(gptq.inverse_factor(gram))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(factors[0], other) for other in factors[1:])

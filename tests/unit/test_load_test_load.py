@@ -105,6 +105,9 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
 def test_files_that_will_not_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read"):
         read_jobs(tmp_path / "none", LENGTHS)
+    (tmp_path / "latin").write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(ConfigurationError, match=r"byte 15 is not UTF-8 .* convert the file to UTF-8"):
+        read_jobs(tmp_path / "latin", LENGTHS)
     with pytest.raises(ConfigurationError, match="has no lines"):
         read_jobs(write(tmp_path, ""), LENGTHS)
     with pytest.raises(ConfigurationError, match="1 of 2 lines have no arrival_s"):

@@ -106,6 +106,13 @@ def test_names_that_mean_nothing(tmp_path: Path, name: str, revision: str, said:
         ModelSource(name.format(tmp=tmp_path), revision, str(tmp_path / "cache")).locate()
 
 
+def test_a_folder_of_the_hubs_cache_is_told_what_to_give(tmp_path: Path) -> None:
+    folder = tmp_path / "models--acme--small"
+    (folder / "snapshots").mkdir(parents=True)
+    with pytest.raises(ConfigurationError, match="give the name acme/small, or a folder in its snapshots"):
+        ModelSource(str(folder)).locate()
+
+
 def test_s3_is_copied_once_in_ranges(s3: S3Server, tmp_path: Path) -> None:
     told: list[float] = []
     source = ModelSource("s3://bucket/models/small/", cache_dir=str(tmp_path))

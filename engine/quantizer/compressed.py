@@ -32,7 +32,7 @@ def pack(values: Tensor, num_bits: int) -> Tensor:
     per_word = 32 // num_bits
     packed = torch.empty(len(values), -(-values.shape[1] // per_word), dtype=torch.int32)
     rows_at_once = max(1, _PACKED_AT_ONCE // values.shape[1])
-    for some, words in zip(values.split(rows_at_once), packed.split(rows_at_once), strict=True):
+    for some, words in zip(torch.split(values, rows_at_once), torch.split(packed, rows_at_once), strict=True):
         unsigned = some.to(torch.int64) + 2 ** (num_bits - 1)
         padded = torch.nn.functional.pad(unsigned, (0, -some.shape[1] % per_word)).view(len(some), -1, per_word)
         sums = (padded << torch.arange(per_word) * num_bits).sum(2)

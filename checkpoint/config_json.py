@@ -101,11 +101,11 @@ def optional_number(raw: RawConfig, key: str) -> float | None:
     return value
 
 
-def numbers(raw: RawConfig, key: str) -> tuple[float, ...]:
-    """A list of finite numbers above 0, or an empty one."""
+def numbers(raw: RawConfig, key: str, *, may_be_zero: bool = False) -> tuple[float, ...]:
+    """A list of finite numbers above 0, or from 0 on, or an empty one."""
     value = first_of(raw, (key,), [])
-    if not isinstance(value, list) or not all(map(_is_positive, value)):
-        _refuse_type(key, "a list of numbers above 0", value)
+    if not isinstance(value, list) or not all(_is_positive(each) or (may_be_zero and each == 0) for each in value):
+        _refuse_type(key, f"a list of numbers {'from 0 on' if may_be_zero else 'above 0'}", value)
     return tuple(value)
 
 

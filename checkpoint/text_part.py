@@ -36,6 +36,8 @@ _QWEN3_VL_MOE |= {"num_attention_heads": 16, "num_key_value_heads": 16, "moe_int
 _QWEN3_VL_MOE |= {"num_local_experts": 60, "num_experts_per_tok": 4}
 _GEMMA3: _Facts = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _GEMMA3 |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
+_GEMMA3N = _GEMMA3 | {"vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35}
+_GEMMA3N |= {"num_key_value_heads": 2, "max_position_embeddings": 32_768}
 _GEMMA4 = _GEMMA3 | {"vocab_size": 262_144, "num_hidden_layers": 30}
 _GEMMA4_UNIFIED = _GEMMA4 | {"max_position_embeddings": 262_144}
 _LLAMA4: _Facts = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48}
@@ -51,6 +53,7 @@ TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
     {
         "cohere2": TextModel("Cohere2ForCausalLM", _COHERE2),
         "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
+        "gemma3n_text": TextModel("Gemma3nForCausalLM", _GEMMA3N),
         "gemma4_text": TextModel("Gemma4ForCausalLM", _GEMMA4),
         "gemma4_unified_text": TextModel("Gemma4UnifiedForCausalLM", _GEMMA4_UNIFIED),
         "granite": TextModel("GraniteForCausalLM", _LLAMA | {"intermediate_size": 11_008}),
@@ -75,6 +78,7 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
         "AyaVisionForConditionalGeneration": "cohere2",
         "Cohere2VisionForConditionalGeneration": "cohere2",
         "Gemma3ForConditionalGeneration": "gemma3_text",
+        "Gemma3nForConditionalGeneration": "gemma3n_text",
         "Gemma4ForConditionalGeneration": "gemma4_text",
         "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
         "Idefics2ForConditionalGeneration": "mistral",

@@ -59,7 +59,7 @@ def graph_bytes(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -
     if why_no_graphs(settings, config) is not None or isinstance(config, EncoderDecoderConfig):
         return 0
     shapes = graph_shapes(settings)
-    kept_numbers = sum(shape.num_rows for shape in shapes) * config.hidden_size
+    kept_numbers = sum(shape.num_rows for shape in shapes) * config.residual_width
     numbers = shapes[0].num_rows * row_numbers(config, experts_on_device=True) + kept_numbers
     tables = 2 * shapes[0].num_seqs * _max_blocks(settings) * layout.groups.count * torch.int32.itemsize
     activations = numbers * int(getattr(torch, settings.dtype).itemsize)

@@ -140,7 +140,7 @@ def draft_bytes(speculation: Speculation, settings: RunnerSettings) -> int:
         return 0
     draft, config = resolve(draft)
     captured_bytes = graph_bytes(draft, config, kv_layout(config, draft))
-    return weights_bytes(draft, specs_of(draft, config)) + captured_bytes
+    return weights_bytes(draft, specs_of(draft, config), config) + captured_bytes
 
 
 def load_speculator(

@@ -194,29 +194,29 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int
         mapped_bytes = {partition.identity: partition.num_bytes}
         num_bytes = partition.num_bytes + settings.adapter_bytes
         return KVReservation.enter(device, settings.kv_memory, num_bytes, mapped_bytes)
-    packed: ModelConfig | None = None
-    if isinstance(config, ModelConfig) and why_eager(settings, config, kv_layout(config, settings)) is None:
-        packed = config
-    num_bytes = weights_bytes(settings, specs_of(settings, config), packed) + settings.adapter_bytes
+    is_packed = isinstance(config, ModelConfig) and why_eager(settings, config, kv_layout(config, settings)) is None
+    num_bytes = weights_bytes(settings, specs_of(settings, config), config, is_packed=is_packed)
+    num_bytes += settings.adapter_bytes
     return KVReservation.enter(device, settings.kv_memory, num_bytes, later_bytes=later_bytes)
 
 
-def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec], packed: ModelConfig | None = None) -> int:
-    """Memory of the parts that are held, but for scales of outputs. `packed`: the model, if it is packed for the
-    compiled decoder, which has a tied output matrix beside the embedding.
+def weights_bytes(
+    settings: RunnerSettings, specs: Sequence[ParameterSpec], config: AnyConfig, *, is_packed: bool = False
+) -> int:
+    """Memory of the parts that are held, but for scales of outputs. `is_packed`: for the compiled decoder, which has a
+    tied output matrix beside the embedding.
     """
     encoding = settings.encoding
-    target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype), encoding, packed is not None)
+    target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype), encoding, is_packed)
 
     def itemsize(spec: ParameterSpec) -> float:
         if spec.is_matrix or spec.name == OUTPUT:
             own = OUTPUT_ENCODINGS.get(encoding, encoding) if spec.name == OUTPUT else encoding
             return _MATRIX_BYTES.get(own, target.dtype_of(spec).itemsize)
-        table = target if packed is None else target_of_table(spec, getattr(torch, packed.dtype), target)
-        return table.dtype_of(spec).itemsize
+        return target_of_table(spec, getattr(torch, config.dtype), target).dtype_of(spec).itemsize
 
     num_bytes = sum(prod(spec.held_shape) * itemsize(spec) for spec in specs if spec.is_held)
-    if packed is not None and packed.tied:
+    if is_packed and isinstance(config, ModelConfig) and config.tied:
         output = _MATRIX_BYTES.get(OUTPUT_ENCODINGS.get(encoding, encoding), target.dtype.itemsize)
-        num_bytes += packed.vocab_size * packed.embed_width * output
+        num_bytes += config.vocab_size * config.embed_width * output
     return int(num_bytes)

@@ -23,7 +23,8 @@ def activation_bytes(
     if experts_on_device:
         few = min(num_tokens, FEW_ROWS)
         layers = max(layers, few * row_numbers(config, experts_on_device=True) * itemsize)
-    sampling = num_sampled * config.vocab_size * _LOGIT_BYTES + 2 * num_tokens * config.hidden_size * itemsize
+    width = config.hidden_size if isinstance(config, EncoderDecoderConfig) else config.residual_width
+    sampling = num_sampled * config.vocab_size * _LOGIT_BYTES + 2 * num_tokens * width * itemsize
     return max(layers, sampling)
 
 
@@ -45,7 +46,9 @@ def row_numbers(config: AnyConfig, *, experts_on_device: bool = False) -> int:
         inner = experts.top_k * experts.intermediate_size
         mlp = max(mlp, 4 * inner, inner + experts.top_k * width)
         routed += 2 * experts.num_experts
-    return 6 * width + 3 * heads + mlp + routed
+    # Before a layer, as predicted, as corrected, and a sum between.
+    streams = 4 * config.residual_width if config.num_streams > 1 else 0
+    return 6 * width + 3 * heads + mlp + routed + streams
 
 
 def step_bytes(settings: RunnerSettings, config: AnyConfig) -> int:

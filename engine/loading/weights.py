@@ -196,7 +196,8 @@ def _in_own_type(spec: ParameterSpec, encoding: str, contents: _Contents, target
 
 def target_of_table(spec: ParameterSpec, own_dtype: torch.dtype, target: WeightsTarget) -> WeightsTarget:
     """The target with the checkpoint's own type for tables of tokens, if these are packed beside rounded matrices."""
-    is_kept = spec.name in _TABLES and target.is_packed and target.encoding != "float"
+    # The eager decoder has layers' inputs in that type, too: it widens the rows that it reads.
+    is_kept = spec.name in _TABLES and (target.encoding != "float" if target.is_packed else spec.name != "embed")
     return replace(target, dtype=own_dtype) if is_kept else target
 
 

@@ -4,6 +4,9 @@ Kernels compute them, too: engine/kernels/cpu/activations.py.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,12 +14,36 @@ from torch.nn import functional as F
 
 from engine.kernels.cpu.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 
+if TYPE_CHECKING:
+    from engine.models.model_config import ModelConfig
+
 Activation = Callable[[Tensor], Tensor]
 
 
-def scaled(activation: Activation, before: float, behind: float, x: Tensor) -> Tensor:
+def activation_of(config: "ModelConfig", stored_xielu: Tensor | None) -> Activation:
+    """The activation of a layer's MLP, which may have parameters [4]."""
+    activation = ACTIVATIONS[config.activation]
+    if stored_xielu is not None:
+        alpha_p, alpha_n, beta, eps = xielu_parameters(stored_xielu)
+        activation = partial(xielu, alpha_p=alpha_p, alpha_n=alpha_n, beta=beta, eps=eps)
+    if config.activation_factors != (1.0, 1.0):
+        activation = partial(_scaled, activation, *config.activation_factors)
+    if config.gate_sparsity:
+        activation = partial(_sparse, activation, NormalDist().inv_cdf(config.gate_sparsity))
+    return activation
+
+
+def _scaled(activation: Activation, before: float, behind: float, x: Tensor) -> Tensor:
     """An activation between two factors."""
     return activation(x * before) * behind
+
+
+def _sparse(activation: Activation, num_deviations: float, x: Tensor) -> Tensor:
+    """The activation of what exceeds the mean of a row by so many standard deviations: 0 for the share of numbers that
+    a normal distribution has below (Gaussian top-k, Gemma 3n).
+    """
+    limit = x.mean(-1, keepdim=True) + x.std(-1, keepdim=True, unbiased=False) * num_deviations
+    return activation(F.relu(x - limit))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -89,6 +89,8 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
 
 def _why_not_sized(mixed: MixedConfig, layout: KVLayout) -> str | None:
     """The reason why the loop cannot compute layers of these sizes, or None if it can."""
+    if mixed.num_streams > 1:
+        return "several residuals"
     widths = [mixed.input_width, *(sizes.intermediate_size for sizes in mixed.layers)]
     if wrong := next((width for width in widths if width % PANEL), None):
         return f"layers with inputs or MLPs of {wrong}, not a multiple of {PANEL}"

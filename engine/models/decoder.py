@@ -30,6 +30,7 @@ from engine.models.recurrent.mixer import RecurrentMixer
 from engine.models.recurrent.state import Mixing, RecurrentStates
 from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
+from engine.models.streams import JoinStreams, SplitStreams
 from engine.sampling.host_rows import rows_for
 from engine.sampling.row_math import RowMath
 from mesh.domain.host import Cores
@@ -106,7 +107,7 @@ class Decoder:
 
     def run_layers(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Tensor:
         """Compute these layers on the tokens, or on the residual of the previous stage. The part of a pass that
-        every rank does. Returns the residual [num_tokens, hidden_size].
+        every rank does. Returns the residual [num_tokens, residual_width].
         """
         self._adapters.begin(metadata.adapters)
         if self._expert_products is not None:
@@ -208,19 +209,22 @@ def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemo
 
 
 class Embedding:
-    """The residual before the first layer: rows of the embedding, projected if they are narrower than the layers."""
+    """The residual before the first layer: rows of the embedding, projected if they are narrower than the layers, and
+    split if there are several residuals.
+    """
 
     def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
         self.weight = parameters.take("embed")
         self._positions = parameters.take_optional("positions")
         self._norm = take_norm(parameters, "embed_norm", config) if config.embed_norm else None
         self._project = None if config.embed_size is None else make_linear(parameters.take_linear("project_in"))
+        self._split = SplitStreams(_of_streams(parameters, "split", config)) if config.num_streams > 1 else None
         # In the dtype of the rows, as transformers rounds it. A step that is captured must not make it of a number.
         self._scale = torch.tensor(config.embed_scale, dtype=self.weight.dtype, device=self.weight.device)
         self._is_scaled = config.embed_scale != 1.0
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        # -> [num_tokens, hidden_size]
+        # -> [num_tokens, residual_width]
         x = self.weight[token_ids]
         if self._is_scaled:
             x = x * self._scale
@@ -228,7 +232,14 @@ class Embedding:
             x = self._project(self._project.ops.rows(x))
         if self._positions is not None:
             x = x + self._positions[positions]
-        return x if self._norm is None else self._norm(x)
+        if self._norm is not None:
+            x = self._norm(x)
+        return x if self._split is None else self._split(x)
+
+
+def _of_streams(parameters: Parameters, name: str, config: ModelConfig) -> list[LinearLayer]:
+    """The projections of all residuals but the first."""
+    return [make_linear(parameters.take_linear(f"{name}.{number}")) for number in range(1, config.num_streams)]
 
 
 class Output:
@@ -242,12 +253,15 @@ class Output:
         make_output: Callable[[LinearParameters], LinearLayer] = make_linear,
     ) -> None:
         self._config = config
+        self._join = JoinStreams(_of_streams(parameters, "join", config)) if config.num_streams > 1 else None
         self._norm = take_norm(parameters, "final_norm", config) if config.final_norm else None
         self._project = None if config.embed_size is None else make_linear(parameters.take_linear("project_out"))
         self._lm_head = make_output(parameters.take_output(embedding))
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        # [num_rows, hidden_size] -> [num_rows, vocab_size], fp32
+        # [num_rows, residual_width] -> [num_rows, vocab_size], fp32
+        if self._join is not None:
+            hidden = self._join(hidden)
         config, lm_head, project = self._config, self._lm_head, self._project
         if project is None:
             rows = self._normed(lm_head.ops, hidden)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.backend import AttentionShape
-from engine.models.activations import ACTIVATIONS, CLAMPED_SWIGLU, Activation, scaled, xielu, xielu_parameters
+from engine.models.activations import ACTIVATIONS, CLAMPED_SWIGLU, Activation, activation_of
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
@@ -266,12 +266,7 @@ def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> Li
 
 
 def take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
-    activation = ACTIVATIONS[config.activation]
-    if (stored := parameters.take_optional(f"{prefix}xielu")) is not None:
-        alpha_p, alpha_n, beta, eps = xielu_parameters(stored)
-        activation = partial(xielu, alpha_p=alpha_p, alpha_n=alpha_n, beta=beta, eps=eps)
-    if config.activation_factors != (1.0, 1.0):
-        activation = partial(scaled, activation, *config.activation_factors)
+    activation = activation_of(config, parameters.take_optional(f"{prefix}xielu"))
     return _make_mlp(_take_matrices(parameters, prefix, config), config, linears, activation)
 
 

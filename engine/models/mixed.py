@@ -1,5 +1,6 @@
-"""Layers of Gemma 4 in the eager decoder: norms of queries, keys and values; an MLP beside the experts; what each layer
-adds for the token itself; a factor of the residual. `engine.models.mixed_config` has the sizes, which differ by layer.
+"""Layers of Gemma 4 and 3n in the eager decoder: norms of queries, keys and values; an MLP beside the experts; what a
+layer adds for the token itself; a factor of the residual, or several residuals. `engine.models.mixed_config` has the
+sizes, which differ by layer.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from engine.models.linear import LinearLayer, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm, rms_norm
 from engine.models.rope import Rotation, rotate
+from engine.models.streams import Streams, take_streams
 
 if TYPE_CHECKING:
     from engine.models.layer import Attend, DenseMlp, Experts, Layer, LinearLayers
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """Adds, through a gate that the residual opens, what the model knows of a token for this layer (per-layer
-    embeddings, Gemma 3n).
+    """What the model knows of a token for this layer, behind a gate that the residual opens (per-layer embeddings,
+    Gemma 3n).
     """
 
     gate: LinearLayer
@@ -32,9 +34,9 @@ class LayerInput:
     activation: Activation
 
     def __call__(self, residual: Tensor, inputs: Tensor) -> Tensor:
-        """inputs: [num_tokens, input_width] -> the residual after it."""
+        """inputs: [num_tokens, input_width] -> what is added to the residual."""
         opened = self.activation(self.gate(self.gate.ops.rows(residual))) * inputs
-        return residual + self.out_norm(self.projection(self.projection.ops.rows(opened)))
+        return self.out_norm(self.projection(self.projection.ops.rows(opened)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,38 +60,64 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class MixedLayer:
-    """A layer, and what it has besides others. `k_norm` is None if it reads the KV of an earlier layer."""
+    """A layer, and what it has besides others. `k_norm` is None if it reads the KV of an earlier layer. With `streams`
+    the residual is that of all streams, and there is no scalar.
+    """
 
     layer: "Layer"
     heads: AttentionShape
     q_norm: Norm
     k_norm: Norm | None
-    scalar: Tensor
+    scalar: Tensor | None
     beside: Beside | None
     layer_input: LayerInput | None
+    streams: Streams | None = None
 
     def __call__(self, residual: Tensor, rotation: Rotation | None, attend: "Attend", inputs: Tensor | None) -> Tensor:
         """The residual after the layer. `attend` gets keys and values of no heads from a layer without KV."""
+        if self.streams is not None:
+            return self._change_streams(self.streams, residual, rotation, attend, inputs)
+        assert self.scalar is not None
+        residual = self._add_mlp(residual + self._attended(residual, rotation, attend))
+        if self.layer_input is not None and inputs is not None:
+            residual = residual + self.layer_input(residual, inputs)
+        return residual * self.scalar
+
+    def _change_streams(
+        self, streams: Streams, residual: Tensor, rotation: Rotation | None, attend: "Attend", inputs: Tensor | None
+    ) -> Tensor:
+        assert self.layer.input_norm is not None
+        assert self.layer_input is not None
+        assert inputs is not None
+        predicted = streams.predict(residual.unflatten(1, (-1, len(streams.scale))))
+        first = predicted[:, 0]
+        beside = streams.beside_attention(self.layer.input_norm(first))
+        first = self._add_mlp((first + self._attended(first, rotation, attend) + beside) * 2**-0.5)
+        corrected = streams.correct(predicted, first)
+        corrected[:, 1:] += self.layer_input(corrected[:, 0] * streams.scale, inputs)[:, None]
+        return corrected.flatten(1)
+
+    def _attended(self, residual: Tensor, rotation: Rotation | None, attend: "Attend") -> Tensor:
+        """What attention adds to the residual."""
         layer = self.layer
         assert rotation is not None
         assert layer.input_norm is not None
-        assert layer.post_norm is not None
         assert layer.attn_out_norm is not None
-        assert layer.mlp_out_norm is not None
         assert layer.qkv is not None
         assert layer.o is not None
-        assert layer.mlp is not None
         projected = layer.qkv(layer.qkv.ops.norm(residual, layer.input_norm))
         mixed = attend(*self._project(projected, rotation))
-        residual = residual + layer.attn_out_norm(layer.o(layer.o.ops.rows(mixed)))
+        return layer.attn_out_norm(layer.o(layer.o.ops.rows(mixed)))
+
+    def _add_mlp(self, residual: Tensor) -> Tensor:
+        """The residual after the MLP, and the experts beside it."""
+        layer = self.layer
+        assert layer.post_norm is not None
+        assert layer.mlp_out_norm is not None
+        assert layer.mlp is not None
         if self.beside is not None:
-            added = self.beside(residual, layer)
-        else:
-            added = layer.mlp(layer.mlp.ops.norm(residual, layer.post_norm))
-        residual = residual + layer.mlp_out_norm(added)
-        if self.layer_input is not None and inputs is not None:
-            residual = self.layer_input(residual, inputs)
-        return residual * self.scalar
+            return residual + layer.mlp_out_norm(self.beside(residual, layer))
+        return residual + layer.mlp_out_norm(layer.mlp(layer.mlp.ops.norm(residual, layer.post_norm)))
 
     def _project(self, projected: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, dim = self.heads.num_heads, self.heads.head_dim
@@ -132,14 +160,16 @@ def take_mixed_layer(
             experts_norm=norm("experts_norm"),
             experts_out_norm=norm("experts_out_norm"),
         )
+    streams = take_streams(parameters, prefix, config, linears) if facts.num_streams > 1 else None
     return MixedLayer(
         layer,
         attention_shape(config),
         norm("q_norm"),
         norm("k_norm") if facts.layers[index].kv_source == index else None,
-        parameters.take(prefix + "scalar"),
+        parameters.take(prefix + "scalar") if streams is None else None,
         beside,
         layer_input,
+        streams,
     )
 
 
@@ -149,14 +179,17 @@ class LayerInputs:
     def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
         assert config.mixed is not None
         self._width, self._num_layers = config.mixed.input_width, config.num_layers
+        self._hidden_size, self._vocab_size = config.hidden_size, config.mixed.input_vocab
         self._table = parameters.take("layer_inputs")
         self._projection = make_linear(parameters.take_linear("layer_inputs_projection"))
         self._norm = Norm(parameters.take("layer_inputs_norm"), None, config.norm_eps)
-        self._scale = config.hidden_size**-0.5
+        self._scale = self._hidden_size**-0.5
 
     def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
-        """-> [num_layers, num_tokens, input_width]."""
+        """`embedded`: the residual before the first layer -> [num_layers, num_tokens, input_width]."""
+        embedded = embedded[:, : self._hidden_size]
+        token_ids = token_ids.where(token_ids < self._vocab_size, 0)
         shape = (len(token_ids), self._num_layers, self._width)
         projected = (self._projection(self._projection.ops.rows(embedded)) * self._scale).view(shape)
-        of_tokens = (self._table[token_ids] * self._width**0.5).view(shape)
+        of_tokens = (self._table[token_ids].to(embedded.dtype) * self._width**0.5).view(shape)
         return ((self._norm(projected) + of_tokens) * 2**-0.5).transpose(0, 1)

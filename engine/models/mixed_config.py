@@ -6,7 +6,7 @@ stay bytes of one size for everything that pages, sends or counts them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,13 +44,19 @@ class KVPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MixedConfig:
-    """Facts of Gemma 4. `input_width`: of what each layer adds for the token itself (per-layer embeddings), 0 without;
-    `input_vocab`: tokens that have such rows.
+    """Facts of Gemma 4 and 3n. `input_width`: of what each layer adds for the token itself (per-layer embeddings), 0
+    without; `input_vocab`: tokens that have such rows, the others have the first one.
+
+    Gemma 3n has `num_streams` residuals (engine/models/streams.py), a matrix of `laurel_rank` beside attention, and
+    MLPs in which a share of gates is 0, the `sparsity` of each layer. Its layers have no scalar.
     """
 
     layers: tuple[LayerSizes, ...]
     input_width: int = 0
     input_vocab: int = 0
+    num_streams: int = field(default=1, repr=False)
+    laurel_rank: int = field(default=0, repr=False)
+    sparsity: tuple[float, ...] = field(default=(), repr=False)
 
     def facts_of(self, layer: int, names: "TensorNames") -> dict[str, Any]:
         """The fields of ModelConfig that a layer has for itself."""
@@ -63,6 +69,7 @@ class MixedConfig:
             "head_dim": sizes.head_dim,
             "num_kv_heads": sizes.num_kv_heads,
             "intermediate_size": sizes.intermediate_size,
+            "gate_sparsity": self.sparsity[layer] if self.sparsity else 0.0,
             "tensors": replace(names, qkv=(queries, keys, values)),
         }
 

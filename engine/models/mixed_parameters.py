@@ -1,8 +1,9 @@
-"""The parameters that Gemma 4 has besides those of other families, and the tensors that have them."""
+"""The parameters that Gemma 4 and 3n have besides those of other families, and the tensors that have them."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.models.mixed_config import MixedConfig
     from engine.models.model_config import ModelConfig
     from engine.models.parameters import SpecBuilder
 
@@ -17,9 +18,16 @@ def add_mixed(model: "SpecBuilder", config: "ModelConfig") -> None:
         projection = [("model.per_layer_model_projection", total, None)]
         model.linear("layer_inputs_projection", projection, config.hidden_size, has_bias=False)
         model.stored("layer_inputs_norm", "model.per_layer_projection_norm.weight", (width,))
+    for number in range(1, facts.num_streams):
+        for name, stored in (("split", "altup_projections"), ("join", "altup_unembed_projections")):
+            outputs = [(f"model.{stored}.{number - 1}", config.hidden_size, None)]
+            model.linear(f"{name}.{number}", outputs, config.hidden_size, has_bias=False)
     for layer in range(config.num_layers):
         builder = model.nested(f"layers.{layer}.", config.tensors.layer.format(layer) + ".")
-        builder.stored("scalar", "layer_scalar", (1,))
+        if facts.num_streams > 1:
+            _add_streams(builder, config.hidden_size, facts)
+        else:
+            builder.stored("scalar", "layer_scalar", (1,))
         for name in ("q_norm", "k_norm") if facts.layers[layer].kv_source == layer else ("q_norm",):
             builder.stored(name, f"self_attn.{name}.weight", (facts.layers[layer].head_dim,))
         if width:
@@ -29,6 +37,20 @@ def add_mixed(model: "SpecBuilder", config: "ModelConfig") -> None:
             builder.norm("input_out_norm", "post_per_layer_input_norm")
         if config.experts is not None:
             _add_beside(builder, config.of_layer(layer), config.experts.num_experts)
+
+
+def _add_streams(builder: "SpecBuilder", hidden_size: int, facts: "MixedConfig") -> None:
+    """Add what mixes a layer's residuals, and the narrow matrices beside attention."""
+    count = facts.num_streams
+    builder.norm("streams_norm", "altup.router_norm")
+    builder.stored("streams_router", "altup.modality_router.weight", (count, hidden_size))
+    builder.stored("prediction", "altup.prediction_coefs.weight", (count * count, count))
+    builder.stored("correction", "altup.correction_coefs.weight", (count, count))
+    builder.stored("streams_scale", "altup.correct_output_scale", (hidden_size,))
+    builder.linear("laurel_left", [("laurel.linear_left", facts.laurel_rank, None)], hidden_size, has_bias=False)
+    outputs = [("laurel.linear_right", hidden_size, None)]
+    builder.linear("laurel_right", outputs, facts.laurel_rank, has_bias=False)
+    builder.norm("laurel_norm", "laurel.post_laurel_norm")
 
 
 def _add_beside(builder: "SpecBuilder", config: "ModelConfig", num_experts: int) -> None:

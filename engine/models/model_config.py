@@ -14,6 +14,7 @@ from checkpoint.config_json import (
     first_of,
     flag,
     integer,
+    integers,
     number,
     numbers,
     optional_number,
@@ -202,6 +203,8 @@ class ModelConfig:
     activation_factors: tuple[float, float] = field(default=(1.0, 1.0), repr=False)
     """Factors of the inputs and of the results of the activation of MLPs."""
     gated: bool = True
+    gate_sparsity: float = field(default=0.0, repr=False)
+    """The share of an MLP's gates that are 0, see engine/models/activations.py."""
     experts: ExpertsConfig | None = None
 
     qkv_bias: bool = False
@@ -231,6 +234,15 @@ class ModelConfig:
     @property
     def embed_width(self) -> int:
         return self.embed_size or self.hidden_size
+
+    @property
+    def num_streams(self) -> int:
+        """Residuals side by side, see engine/models/streams.py."""
+        return 1 if self.mixed is None else self.mixed.num_streams
+
+    @property
+    def residual_width(self) -> int:
+        return self.num_streams * self.hidden_size
 
     @property
     def whole_prompts(self) -> bool:
@@ -336,7 +348,7 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
         architecture=architecture,
         vocab_size=integer(raw, *VOCAB_KEYS),
         hidden_size=hidden_size,
-        intermediate_size=integer(raw, *_INNER_SIZE, default=4 * hidden_size),
+        intermediate_size=_inner_size(raw, hidden_size),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=integer(raw, "num_key_value_heads", default=num_heads),
@@ -349,6 +361,13 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
         tied=flag(raw, "tie_word_embeddings", default=False),
         dtype=weights_dtype(raw),
     )
+
+
+def _inner_size(raw: RawConfig, hidden_size: int) -> int:
+    """The width of the widest MLP: config.json of Gemma 3n has one for each layer."""
+    if isinstance(raw.get("intermediate_size"), list):
+        return max(integers(raw, "intermediate_size"), default=0)
+    return integer(raw, *_INNER_SIZE, default=4 * hidden_size)
 
 
 def _activation(raw: RawConfig) -> str:

@@ -30,6 +30,7 @@ from engine.models.families.dense import (
 )
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
+from engine.models.families.gemma3n import gemma3n
 from engine.models.families.gemma4 import gemma4, gemma4_unified
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox, gptj
@@ -113,6 +114,7 @@ FAMILIES: Mapping[str, Family] = {
     "GemmaForCausalLM": Family("Gemma", gemma),
     "Gemma2ForCausalLM": Family("Gemma 2", gemma2),
     "Gemma3ForCausalLM": Family("Gemma 3, text", gemma3),
+    "Gemma3nForCausalLM": Family("Gemma 3n, text", gemma3n),
     "Gemma4ForCausalLM": Family("Gemma 4, text", gemma4),
     "Gemma4UnifiedForCausalLM": Family("Gemma 4 12B, text", gemma4_unified),
     "GraniteForCausalLM": Family("Granite 3", granite),
@@ -201,6 +203,8 @@ def _parse(raw: RawConfig, rope: RopeOverride) -> AnyConfig:
     name, family = _family_of(raw)
     raw = {**raw, **{key: value for key, value in family.unsaid.items() if raw.get(key) is None}}
     config = family.facts(plain_config(raw, name), raw)
+    if config.mixed is None and isinstance(raw.get("intermediate_size"), list):
+        raise ConfigurationError("config.json: intermediate_size must be a positive integer, not a list")
     has_rotary = config.positions == "rotary" and len(config.unrotated) < config.num_layers
     _require_rotary(rope, name, has_rotary=has_rotary)
     if rope.base:

@@ -158,7 +158,7 @@ class OwnMemoryRank:
         self.reservation = KVReservation.enter(
             device,
             settings.kv_memory,
-            weights_bytes(settings, specs),
+            weights_bytes(settings, specs, config),
             later_bytes=step_bytes(settings, config) + captured_bytes + (0 if rank else settings.companion_bytes),
         )
         self._num_spare = 1 if captured_bytes else 0

@@ -73,11 +73,12 @@ def precision_of(settings: RunnerSettings, config: AnyConfig) -> Precision:
     """The precision of a runner whose settings are resolved (`engine.loading.resolve.resolve`)."""
     layout = kv_layout(config, settings)
     is_compiled = isinstance(config, ModelConfig) and why_eager(settings, config, layout) is None
+    inputs = "" if is_compiled else config.dtype  # the eager decoder has that table as the checkpoint
     if settings.quantize == "none":
-        return Precision(settings.dtype, settings.dtype, layout.dtype, is_packed=is_compiled)
+        return Precision(settings.dtype, settings.dtype, layout.dtype, is_packed=is_compiled, inputs=inputs)
     # The compiled decoder keeps an embedding of two bytes a number beside quantised matrices.
     embedding = config.dtype if is_compiled else ""
-    return Precision(settings.quantize, settings.dtype, layout.dtype, embedding, is_compiled)
+    return Precision(settings.quantize, settings.dtype, layout.dtype, embedding, is_compiled, inputs=inputs)
 
 
 def precisions_here(settings: RunnerSettings) -> tuple[list[Precision], dict[str, str]]:
@@ -144,7 +145,8 @@ def _weights_bytes(
     for spec in (spec for spec in specs if spec.is_held):
         # Other ranks than 0 hold their rows of a tied embedding as a part of the output matrix.
         is_output = spec.name == "embed" and cut == "outputs" and share.rank > 0
-        itemsize = precision.embedding_bytes if spec.name == "embed" else precision.other_bytes
+        tables = {"embed": precision.embedding_bytes, "layer_inputs": precision.input_bytes}
+        itemsize = tables.get(spec.name, precision.other_bytes)
         if is_output or spec.name == OUTPUT:
             itemsize = precision.output_bytes
         elif spec.is_matrix:

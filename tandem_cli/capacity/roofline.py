@@ -42,8 +42,10 @@ _HALF_OF_SPARSE = "half of its figures with sparsity"
 @dataclass(frozen=True, slots=True)
 class Precision:
     """`weights` is the type of the linear layers; `other` is the type of vectors, and of KV and embedding unless `kv`
-    and `embedding` are others. `is_packed`: as the compiled decoder of this engine has them. It holds a tied output
-    matrix beside the embedding, in int8 if weights are int4, and these have scales for groups of `group` inputs.
+    and `embedding` are others; `inputs` is that of the table of layers' inputs, by default the embedding's.
+
+    `is_packed`: as the compiled decoder of this engine has them. It holds a tied output matrix beside the embedding, in
+    int8 if weights are int4, and these have scales for groups of `group` inputs.
     """
 
     weights: str
@@ -52,10 +54,12 @@ class Precision:
     embedding: str = ""
     is_packed: bool = False
     group: int = _PACKED_GROUP
+    inputs: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", self.kv or self.other)
         object.__setattr__(self, "embedding", self.embedding or self.other)
+        object.__setattr__(self, "inputs", self.inputs or self.embedding)
 
     @property
     def weight_bytes(self) -> float:
@@ -77,6 +81,11 @@ class Precision:
     def embedding_bytes(self) -> float:
         """Bytes per number of the embedding."""
         return WEIGHT_BYTES[self.embedding]
+
+    @property
+    def input_bytes(self) -> float:
+        """Bytes per number of the table of layers' inputs."""
+        return WEIGHT_BYTES[self.inputs]
 
     @property
     def kv_bytes(self) -> float:
@@ -123,9 +132,9 @@ class Capacity:
         for the embedding, and quantised for the logits."""
         model, precision = self.model, self.precision
         shared = model.tied and precision.weights == precision.embedding and not precision.is_packed
-        tables = model.input_params + (0 if shared else model.vocabulary_params)
-        vectors_bytes = model.vector_params * precision.other_bytes
-        return self._matrices_bytes(model.step_params) + tables * precision.embedding_bytes + vectors_bytes
+        tables_bytes = model.input_params * precision.input_bytes
+        tables_bytes += 0 if shared else model.vocabulary_params * precision.embedding_bytes
+        return self._matrices_bytes(model.step_params) + tables_bytes + model.vector_params * precision.other_bytes
 
     def _matrices_bytes(self, params: float) -> float:
         """Bytes of so many parameters of matrices, those of the output matrix among them."""

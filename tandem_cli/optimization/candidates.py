@@ -212,7 +212,8 @@ def _precision(name: str, base: Precision) -> Precision:
     if name in WEIGHT_BYTES and name not in COMPUTED:
         return replace(base, weights=name)
     weights = "int8" if name in _AS_INT8 else "int4" if name in _AS_INT4 else "fp8"
-    return Precision(weights, "float32", "int8", base.embedding if base.is_packed else "", base.is_packed)
+    embedding, inputs = base.embedding if base.is_packed else "", "" if base.is_packed else base.inputs
+    return Precision(weights, "float32", "int8", embedding, base.is_packed, inputs=inputs)
 
 
 def require_some(candidates: Sequence[Candidate], pruned: Mapping[Candidate, str]) -> list[Candidate]:

@@ -407,7 +407,9 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
 """Those with recurrent layers, which ranks and graphs do not know."""
 
 MIXED_FAMILIES = {family: partial(llama_like, **facts) for family, facts in MIXED.items()}
-"""Those whose layers have heads of several sizes, which ranks and `tandem quantize` do not know."""
+"""Those whose layers differ in their sizes, or read the KV of earlier ones, which ranks do not know."""
+EAGER_MIXED = ("gemma3n",)
+COMPILED_MIXED = tuple(family for family in MIXED_FAMILIES if family not in EAGER_MIXED)
 
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:
@@ -434,7 +436,7 @@ def randomise(model: Any) -> None:
         if "norm" in name:
             is_from_one = name.endswith("weight") and not parameter.any()  # norms of 1 + weight
             parameter.copy_((0.0 if is_from_one else 1.0) + 0.2 * torch.randn_like(parameter))
-            if type(model).__name__.startswith("Gemma4") and "q_norm" in name:
+            if type(model).__name__.startswith(("Gemma3n", "Gemma4")) and "q_norm" in name:
                 parameter *= 0.25  # its scores are not scaled: attention to one token alone would amplify rounding
         elif name.endswith(("router.scale", "per_expert_scale")):  # choices that rounding does not change
             parameter.copy_((8.0 if name.endswith("router.scale") else 1.0) * (1.0 + 0.2 * torch.randn_like(parameter)))
@@ -442,6 +444,8 @@ def randomise(model: Any) -> None:
             # gpt-oss clamps gates and ups at 7. A delta rule of large weights amplifies rounding, also transformers'.
             large = type(model).__name__ == "GptOssForCausalLM" and name.endswith(("sinks", "gate_up_proj"))
             usual = 0.08 if "linear_attn" in name else 0.15
+            if name.endswith("modality_router.weight"):
+                usual *= parameter.shape[1]  # its inputs are divided by this
             parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.5 if large else usual)
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):

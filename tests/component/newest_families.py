@@ -1,4 +1,4 @@
-"""Small models of Llama 4 and Gemma 4 with every option that they have, in the words of their configs."""
+"""Small models of Llama 4, Gemma 3n and Gemma 4 with every option that they have, in the words of their configs."""
 
 from typing import Any
 
@@ -34,6 +34,21 @@ _GEMMA4: dict[str, Any] = {
 }
 _TWO_OF_THREE = ["sliding_attention", "sliding_attention", "full_attention"]
 MIXED: dict[str, dict[str, Any]] = {
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "sliding_window": 12,
+        "num_hidden_layers": 8,
+        "intermediate_size": [96, 96, 64, 96, 96, 64, 96, 96],
+        "layer_types": [*_TWO_OF_THREE, "sliding_attention", *_TWO_OF_THREE, "full_attention"],
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 250,
+        "pad_token_id": 0,
+        "laurel_rank": 32,
+        "activation_sparsity_pattern": [0.9, 0.5, 0.3, 0.0, 0.7, 0.0, 0.0, 0.8],
+    },
     "gemma4": _GEMMA4
     | {
         "num_key_value_heads": 1,

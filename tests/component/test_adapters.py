@@ -74,6 +74,13 @@ def test_parity_of_other_layouts(checkpoint: Checkpoint, tmp_path: Path, family:
     check_adapters(model_dir, load_arm(model_dir, arm, adapters=adapters), adapters, 10 * TOLERANCE)
 
 
+def test_layers_with_several_residuals(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The narrow matrices beside attention have adapters, too."""
+    model_dir = checkpoint("gemma3n")
+    adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine"))
+    check_adapters(model_dir, load_arm(model_dir, "cpu", adapters=adapters), adapters, 10 * TOLERANCE)
+
+
 @pytest.mark.parametrize("family", ["llama4", "gemma4-moe"])
 def test_attention_beside_experts(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
     """Also of an MLP beside experts. With adapters of experts the decoder is eager (test_ranked_adapters.py)."""

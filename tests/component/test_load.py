@@ -154,9 +154,32 @@ def test_unsupported_configurations(model_dir: Path, change: dict[str, object], 
         ),
         ("nemotron-h", {"ssm_state_size": 10**12}, "heads of recurrent layers times their dimensions is .*, more than"),
         ("lfm2", {"conv_L_cache": 10**9}, "kernel of recurrent layers is 1000000000, more than"),
+        ("gemma3n", {"intermediate_size": [10**12] * 8}, "intermediate_size is 1000000000000, more than"),
     ],
 )
 def test_sizes_of_no_model_are_refused_before_they_take_memory(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, change: dict[str, object], words: str
+) -> None:
+    model_dir = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))
+    edit_config(model_dir, **change)
+    with pytest.raises(ConfigurationError, match=words):
+        load_decoder_config(model_dir)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("gemma3n", {"intermediate_size": [96] * 7}, "intermediate_size has 7 entries for 8 layers"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5] * 7}, "pattern must have 8 numbers below 1"),
+        ("gemma3n", {"activation_sparsity_pattern": [1.0] * 8}, "pattern must have 8 numbers below 1"),
+        ("gemma3n", {"activation_sparsity_pattern": [-0.5] * 8}, "must be a list of numbers from 0 on"),
+        ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx must be 0"),
+        ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale False is not supported"),
+        ("gemma3n", {"num_kv_shared_layers": 7}, "leaves no layer of a kind that has KV of its own"),
+        ("llama", {"intermediate_size": [96] * 3}, "intermediate_size must be a positive integer, not a list"),
+    ],
+)
+def test_variants_that_are_not_supported(
     checkpoint: Checkpoint, tmp_path: Path, family: str, change: dict[str, object], words: str
 ) -> None:
     model_dir = Path(shutil.copytree(checkpoint(family), tmp_path / "model"))

@@ -14,6 +14,7 @@ from engine.loading.load_runner import load_model_runner
 from mesh.domain.host import Cores
 from tests.component.arms import ARMS, load_arm, settings
 from tests.component.checkpoints import (
+    COMPILED_MIXED,
     FAMILIES,
     MIXED_FAMILIES,
     OTHER_FAMILIES,
@@ -99,7 +100,7 @@ def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bloom", "lfm2", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3n", "bloom", "lfm2", "gemma4"])
 def test_half_precision_on_cpu(checkpoint: Checkpoint, family: str, dtype: str) -> None:
     tolerance = half_tolerance(family, dtype)
     check_half_precision(checkpoint(family), settings(checkpoint(family), dtype=dtype), tolerance)
@@ -139,7 +140,7 @@ def check_replay(driver: Driver) -> None:
 
 _OF_STATES = ["lfm2", "qwen3.5-moe", "nemotron-h", "falcon-h1"]
 _REPLAYED = ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "llama4"]
-_REPLAYED += [*_OF_STATES, *MIXED_FAMILIES]
+_REPLAYED += [*_OF_STATES, *COMPILED_MIXED]
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -156,7 +157,7 @@ def test_compiled_replay_gives_the_same_numbers(checkpoint: Checkpoint, family: 
     assert replayed.tokens == whole.tokens[5:]
 
 
-@pytest.mark.parametrize("family", ["bloom", "gemma3", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["bloom", "gemma3", "gemma3n", "qwen2-moe"])
 def test_replay_of_other_families(checkpoint: Checkpoint, family: str) -> None:
     check_replay(Driver(load_model_runner(settings(checkpoint(family)))))
 
@@ -195,7 +196,7 @@ def test_many_threads_of_the_eager_decoder(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2", "falcon-h1", *MIXED_FAMILIES]
+    "family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2", "falcon-h1", *COMPILED_MIXED]
 )
 def test_many_threads_of_the_compiled_decoder_change_nothing(checkpoint: Checkpoint, family: str) -> None:
     many = run_mixed(load_arm(checkpoint(family), "compiled"))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,24 @@ def test_text_part_says_what_transformers_says(tmp_path: Path, case: str) -> Non
         require_same(run, expect(multimodal(case), prompt))
     not_read = next(line["tensors_not_read"] for line in logs if "tensors_not_read" in line)
     assert not_read.keys() & {"vision_tower", "visual", "vision_model"}
+    assert not [line for line in logs if "does not use" in line["event"]]
+
+
+def test_gemma_3n_as_published(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers' whole model needs another library for images, so the text model's tensors are renamed."""
+    text, whole = checkpoint("gemma3n"), Path(shutil.copytree(checkpoint("gemma3n"), tmp_path / "whole"))
+    tensors = load_file(whole / "model.safetensors")
+    tensors = {f"model.language_model.{name.removeprefix('model.')}": tensor for name, tensor in tensors.items()}
+    for part in ("vision_tower.timm_model", "audio_tower.conformer.0", "embed_vision", "embed_audio"):
+        tensors[f"model.{part}.weight"] = torch.ones(4, 4)
+    save_file(tensors, whole / "model.safetensors", {"format": "pt"})
+    raw = json.loads((whole / "config.json").read_text())
+    published = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": raw, "vision_config": {}}
+    (whole / "config.json").write_text(json.dumps(published))
+    with capture_logs() as logs:
+        require_equal(whole, text)
+    not_read = next(line["tensors_not_read"] for line in logs if "tensors_not_read" in line)
+    assert not_read.keys() == {"vision_tower", "audio_tower", "embed_vision", "embed_audio"}
     assert not [line for line in logs if "does not use" in line["event"]]
 
 

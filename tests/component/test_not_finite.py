@@ -118,7 +118,8 @@ def test_a_generated_token_that_breaks(checkpoint: Checkpoint, family: str, way:
 
 
 @pytest.mark.parametrize(
-    ("family", "way"), [*(("llama", way) for way in WAYS), ("gemma4", "compiled"), ("gemma4", "cpu-int8")]
+    ("family", "way"),
+    [*(("llama", way) for way in WAYS), ("gemma4", "compiled"), ("gemma4", "cpu-int8"), ("gemma3n", "cpu")],
 )
 def test_a_wrong_draft_that_breaks_changes_nothing(checkpoint: Checkpoint, family: str, way: str) -> None:
     runner = load(checkpoint(family), way)

@@ -21,10 +21,11 @@ _MEMBERS = (
     *("attn_logit_softcapping", "final_logit_softcapping", "attention_bias", "rope_parameters", "logit_scale"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
     *("query_pre_attn_scalar", "routed_scaling_factor", "norm_topk_prob", "scoring_func", "tie_word_embeddings"),
+    *("layer_types", "activation_sparsity_pattern", "altup_num_inputs"),
 )
 
 
-@pytest.mark.parametrize("family", sorted((FAMILIES | OTHER_FAMILIES).keys() - REMOTE_FAMILIES))
+@pytest.mark.parametrize("family", [*sorted((FAMILIES | OTHER_FAMILIES).keys() - REMOTE_FAMILIES), "gemma3n"])
 def test_members_that_are_left_out(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
     raw = json.loads((checkpoint(family) / "config.json").read_text())
     raw.pop("time_step_limit", None)  # its infinity is no JSON

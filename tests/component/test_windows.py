@@ -31,6 +31,7 @@ NUM_NEW = 5 * WINDOW
 MODELS = [
     *((family, "compiled") for family in ("gemma2", "gpt-oss", "mistral", "gemma4", "llama4")),
     *((family, "torch") for family in ("qwen2-window", "gemma4-moe", "llama4")),
+    ("gemma3n", "cpu"),
     ("gemma3", "stages"),
 ]
 

@@ -3,16 +3,18 @@
 import json
 import struct
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.shapes import write_shape
 from engine.kernels.cpu.machine import why_no_loops
-from engine.loading.parts import load_packed, weights_bytes
+from engine.loading.parts import load_packed, load_parameters, weights_bytes
 from engine.loading.resolve import kv_layout, resolve
 from engine.models.packed_weights import write_packed
 from engine.models.parameters import parameter_specs
@@ -233,7 +235,29 @@ def test_a_plan_counts_what_a_worker_holds(tmp_path: Path, architecture: str, qu
     capacity = Capacity(model_size(found), precision_of(settings, found), TOY_DEVICE)
     num_bytes = (tmp_path / "packed").stat().st_size
     assert capacity.weights_bytes == pytest.approx(num_bytes, rel=0.03)
-    assert weights_bytes(settings, parameter_specs(found), found) == pytest.approx(num_bytes, rel=0.03)
+    assert weights_bytes(settings, parameter_specs(found), found, is_packed=True) == pytest.approx(num_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_a_plan_counts_the_table_of_the_eager_decoder(tmp_path: Path, quantize: str) -> None:
+    """It stays in bf16 beside numbers in fp32."""
+    sizes = {"hidden_size": 512, "intermediate_size": [1024, 1024], "num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 64, "hidden_size_per_layer_input": 64, "num_hidden_layers": 2, "num_kv_shared_layers": 0}
+    sizes |= {"vocab_size": 2048, "vocab_size_per_layer_input": 65_536, "torch_dtype": "bfloat16"}
+    config = {"architectures": ["Gemma3nForCausalLM"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings, _ = resolve(RunnerSettings(tmp_path, "cpu", load_format="dummy", quantize=quantize))
+    found = load_decoder_config(tmp_path)
+    specs = parameter_specs(found)
+    parameters = load_parameters(settings, found, specs)
+    table = next(spec for spec in specs if spec.name == "layer_inputs")
+    assert parameters.take("layer_inputs").dtype == torch.bfloat16
+    capacity = Capacity(model_size(found), precision_of(settings, found), TOY_DEVICE)
+    num_bytes = weights_bytes(settings, specs, found)
+    assert num_bytes > prod(table.shape) * 2
+    # The plan has a tied output matrix in int8 beside the embedding; small matrices in fp32 count as linear layers.
+    beside = prod(specs[0].shape) if quantize == "int8" else 0
+    assert capacity.weights_bytes - beside == pytest.approx(num_bytes, rel=0.03)
 
 
 def test_a_model_that_does_not_fit_has_no_users(llama: ModelSize) -> None:

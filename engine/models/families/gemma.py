@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, number, optional_number, rope_section, section
 from engine.models.families.layer_kinds import windows_but_every
-from engine.models.model_config import ModelConfig, parse_rope, sliding_window
+from engine.models.model_config import ModelConfig, RopeConfig, parse_rope, sliding_window
 from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
@@ -47,6 +47,22 @@ def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Gemma 3, text only: norms of queries and keys; layers with a window have separate rotary frequencies."""
+    rope, window_rope = rope_and_local_rope(plain, raw)
+    pattern = integer(raw, "sliding_window_pattern", "_sliding_window_pattern", default=6)
+    return replace(
+        gemma2(plain, raw),
+        attention_softcap=None,  # config.json may have Gemma 2's, which transformers does not apply either
+        logit_softcap=optional_number(raw, "final_logit_softcapping"),
+        qk_norm=True,
+        counts_scaled_positions=True,
+        rope=rope,
+        window_rope=window_rope,
+        windows=windows_but_every(pattern, plain, raw, sliding_window(raw, 4096)),
+    )
+
+
+def rope_and_local_rope(plain: ModelConfig, raw: RawConfig) -> tuple[RopeConfig, RopeConfig]:
+    """Rotary positions of layers without and with a window."""
     sizes = (plain.max_position_embeddings, plain.head_dim)
     ropes = rope_section(raw)
     full: RawConfig = {"rope_theta": 1_000_000.0, **raw}
@@ -55,14 +71,4 @@ def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         full, local = ({"rope_parameters": section(ropes, kind)} for kind in ("full_attention", "sliding_attention"))
         if not full["rope_parameters"] or not local["rope_parameters"]:
             raise ConfigurationError("config.json: rope_parameters needs full_attention and sliding_attention")
-    pattern = integer(raw, "sliding_window_pattern", "_sliding_window_pattern", default=6)
-    return replace(
-        gemma2(plain, raw),
-        attention_softcap=None,  # config.json may have Gemma 2's, which transformers does not apply either
-        logit_softcap=optional_number(raw, "final_logit_softcapping"),
-        qk_norm=True,
-        counts_scaled_positions=True,
-        rope=parse_rope(full, *sizes),
-        window_rope=parse_rope(local, *sizes),
-        windows=windows_but_every(pattern, plain, raw, sliding_window(raw, 4096)),
-    )
+    return parse_rope(full, *sizes), parse_rope(local, *sizes)

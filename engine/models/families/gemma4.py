@@ -63,7 +63,7 @@ def gemma4_unified(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 def _layers(plain: ModelConfig, raw: RawConfig, windows: tuple[int | None, ...]) -> tuple[LayerSizes, ...]:
     """Each layer's sizes. Published files name those of layers without a window, newer ones those of each layer."""
     shared = integer(raw, "num_kv_shared_layers", default=0, least=0)
-    sources = _kv_sources(windows, plain.num_layers - shared)
+    sources = kv_sources(windows, plain.num_layers - shared)
     keys_are_values = flag(raw, "attention_k_eq_v", default=False)
     double = shared > 0 and flag(raw, "use_double_wide_mlp", default=False)
     kv_heads, head_dim = integer(raw, "num_key_value_heads", default=4), integer(raw, "head_dim", default=256)
@@ -87,7 +87,7 @@ def _layers(plain: ModelConfig, raw: RawConfig, windows: tuple[int | None, ...])
     return tuple(layers)
 
 
-def _kv_sources(windows: tuple[int | None, ...], num_own: int) -> tuple[int, ...]:
+def kv_sources(windows: tuple[int | None, ...], num_own: int) -> tuple[int, ...]:
     """Layers from `num_own` on read the KV of the last layer before it that has a window like theirs, or none."""
     last = {window: layer for layer, window in enumerate(windows[: max(num_own, 0)])}
     if not set(windows) <= set(last):

@@ -89,7 +89,7 @@ class MixedLayer:
         assert self.layer.input_norm is not None
         assert self.layer_input is not None
         assert inputs is not None
-        predicted = streams.predict(residual.unflatten(1, (-1, len(streams.scale))))
+        predicted = streams.predict(torch.unflatten(residual, 1, (-1, len(streams.scale))))
         first = predicted[:, 0]
         beside = streams.beside_attention(self.layer.input_norm(first))
         first = self._add_mlp((first + self._attended(first, rotation, attend) + beside) * 2**-0.5)

@@ -61,7 +61,9 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
             _take_router(parameters, layer, i, routers)
         if config.recurrent is not None and config.is_recurrent(number):
             taken = take_recurrence(parameters, f"{layer}.", config.recurrent, config.norm_eps)
-            recurrences.append(taken.for_kernels())
+            weights = taken.for_kernels()
+            assert weights is not None
+            recurrences.append(weights)
         if config.latent is not None:
             _take_latent(parameters, layer, latents, i)
         norms.append(_layer_norms(parameters, layer, config))

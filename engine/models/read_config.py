@@ -50,6 +50,7 @@ from engine.models.families.llama import (
     starcoder2,
 )
 from engine.models.families.llama4 import llama4
+from engine.models.families.mamba import falcon_mamba, jamba, mamba
 from engine.models.families.mamba_hybrid import bamba, falcon_h1, granite_moe_hybrid, nemotron_h
 from engine.models.families.mixtures import deepseek, granite_moe, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
@@ -87,6 +88,7 @@ class Family:
     unsaid: RawConfig = field(default_factory=dict)
 
 
+_NO_ATTENTION = {"num_attention_heads": 1, "layer_norm_epsilon": 1e-5}
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("Llama 1 to 3", llama),
     "Llama4ForCausalLM": Family("Llama 4, text", llama4),
@@ -135,6 +137,9 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
     "Lfm2ForCausalLM": Family("LFM2", lfm2),
     "Lfm2MoeForCausalLM": Family("LFM2 MoE", lfm2_moe),
+    "JambaForCausalLM": Family("Jamba", jamba),
+    "MambaForCausalLM": Family("Mamba", mamba, _NO_ATTENTION),
+    "FalconMambaForCausalLM": Family("Falcon Mamba", falcon_mamba, {**_NO_ATTENTION, "max_position_embeddings": 8192}),
     "GraniteMoeHybridForCausalLM": Family("Granite 4", granite_moe_hybrid),
     "NemotronHForCausalLM": Family("Nemotron-H, Nano 2, 3 Nano", nemotron_h),
     "FalconH1ForCausalLM": Family("Falcon-H1", falcon_h1),
@@ -262,7 +267,8 @@ def _check(config: ModelConfig) -> None:
             raise ConfigurationError(
                 f"layer_types has {len(config.recurrent.layers)} entries for {config.num_layers} layers"
             )
-        if not config.num_kv_layers:
+        has_attention = any(map(config.recurrent.has_attention, range(config.num_layers)))
+        if not has_attention and config.recurrent.kind != "channels":
             raise ConfigurationError("a model without any layer of attention is not supported")
     if len(config.windows) != config.num_layers:
         raise ConfigurationError(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")

@@ -329,6 +329,8 @@ _FALCON_H1 = {
     "mlp_multipliers": [0.9, 0.6],
 }
 
+_JAMBA = {"num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8}
+
 RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: llama_like(
         "lfm2",
@@ -400,6 +402,10 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "bamba": lambda: llama_like(
         "bamba", attn_layer_indices=[1], mamba_expand=1, mamba_n_heads=4, mamba_d_state=16, mlp_bias=True
     ),
+    "mamba": lambda: _model("mamba", use_bias=True, time_step_rank=6, state_size=8),
+    "falcon-mamba": lambda: _model("falcon_mamba", use_conv_bias=False, mixer_rms_eps=1e-3),
+    "jamba": lambda: llama_like("jamba", mamba_proj_bias=True, num_experts=4, mamba_dt_rank=6, **_JAMBA),
+    "jamba-dense": lambda: llama_like("jamba", mamba_conv_bias=False, num_experts=1, num_key_value_heads=1, **_JAMBA),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
     "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),

@@ -49,8 +49,9 @@ def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW, forced: Sequen
     dynamic RoPE keeps state between calls.
     """
     model = copy.deepcopy(model)
-    # Transformers calls it `cache` from 5.24 on, and warns of the older name.
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    # Transformers calls it `cache` from 5.24 on, and warns of the older names.
+    names = inspect.signature(model.forward).parameters
+    argument = next(name for name in ("cache", "cache_params", "past_key_values") if name in names)
     ids, cache, token_ids, rows, options = torch.tensor([prompt]), None, [], [], {}
     for _ in range(num_new):
         if type(model).__name__ == "BambaForCausalLM":  # which counts positions from 0 in every call, unless it is told

@@ -74,9 +74,10 @@ def test_parity_of_other_layouts(checkpoint: Checkpoint, tmp_path: Path, family:
     check_adapters(model_dir, load_arm(model_dir, arm, adapters=adapters), adapters, 10 * TOLERANCE)
 
 
-def test_layers_with_several_residuals(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """The narrow matrices beside attention have adapters, too."""
-    model_dir = checkpoint("gemma3n")
+@pytest.mark.parametrize("family", ["gemma3n", "jamba-dense", "falcon-mamba"])
+def test_families_of_the_eager_decoder(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    """The narrow matrices beside Gemma 3n's attention have adapters, too."""
+    model_dir = checkpoint(family)
     adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine"))
     check_adapters(model_dir, load_arm(model_dir, "cpu", adapters=adapters), adapters, 10 * TOLERANCE)
 

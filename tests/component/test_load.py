@@ -176,6 +176,10 @@ def test_sizes_of_no_model_are_refused_before_they_take_memory(
         ("gemma3n", {"altup_active_idx": 1}, "altup_active_idx must be 0"),
         ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale False is not supported"),
         ("gemma3n", {"num_kv_shared_layers": 7}, "leaves no layer of a kind that has KV of its own"),
+        ("jamba", {"attn_layer_offset": 3}, r"attn_layer_offset \(3\) must be below attn_layer_period \(3\)"),
+        ("jamba", {"hidden_act": "gelu"}, "'gelu' as activation of Mamba 1 is not supported"),
+        ("mamba", {"time_step_rank": 0}, "time_step_rank must be a positive integer"),
+        ("lfm2", {"layer_types": ["conv"] * 5}, "a model without any layer of attention is not supported"),
         ("llama", {"intermediate_size": [96] * 3}, "intermediate_size must be a positive integer, not a list"),
     ],
 )

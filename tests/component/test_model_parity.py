@@ -100,7 +100,7 @@ def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3n", "bloom", "lfm2", "gemma4"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3n", "bloom", "lfm2", "gemma4", "jamba", "mamba"])
 def test_half_precision_on_cpu(checkpoint: Checkpoint, family: str, dtype: str) -> None:
     tolerance = half_tolerance(family, dtype)
     check_half_precision(checkpoint(family), settings(checkpoint(family), dtype=dtype), tolerance)

@@ -132,6 +132,8 @@ def perplexity(model_dir: Path, prompts: list[dict[str, list[int]]]) -> float:
         ("qwen3.5", "awq"),
         ("gemma4", "gptq"),
         ("gemma3n", "gptq"),
+        ("jamba", "awq"),
+        ("falcon-mamba", "w4a16"),
         ("gemma4-moe", "w4a16"),
     ],
 )
@@ -237,7 +239,7 @@ def test_every_family_keeps_its_numbers(
     quantize(model_dir, "w8a8", random_prompts(4))
     original, made = (load_tensors(folder) for folder in (model_dir, tmp_path / "w8a8"))
     modules = quantized_modules(model_dir)
-    kept = re.compile(r"\.project_|\.kv_b_proj|per_layer_model_projection|altup")
+    kept = re.compile(r"\.project_|\.kv_b_proj|per_layer_model_projection|altup|x_proj|dt_proj")
     modules = {name: transposed for name, transposed in modules.items() if not kept.search(name)}
     for module, transposed in modules.items():
         weight, scales = original.pop(f"{module}.weight"), made.pop(f"{module}.weight_scale")

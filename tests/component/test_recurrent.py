@@ -37,7 +37,11 @@ Checkpoint = Callable[[str], Path]
 
 
 @pytest.mark.parametrize(
-    ("family", "length"), [("qwen3.5", 1), ("qwen3.5", 33), ("qwen3.5", 131), ("falcon-h1", 33), ("nemotron-h", 131)]
+    ("family", "length"),
+    [
+        *(("qwen3.5", length) for length in (1, 33, 131)),
+        *(("falcon-h1", 33), ("nemotron-h", 131), ("jamba", 131), ("falcon-mamba", 33)),
+    ],
 )
 def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, family: str, length: int) -> None:
     runner, request = load_model_runner(settings(checkpoint(family))), choices(length, seed=4)
@@ -56,6 +60,8 @@ def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, family: str, lengt
         ("lfm2", 24, [0, 48, 0, 64, 0, 32]),
         ("qwen3.5", 96, [0, 48, 0, 64, 80, 80]),
         ("falcon-h1", 64, [0, 48, 0, 64, 80, 80]),
+        ("jamba", 96, [0, 48, 0, 64, 80, 80]),
+        ("mamba", 96, [0, 48, 0, 64, 80, 80]),
     ],
 )
 def test_prompts_say_the_same_behind_a_snapshot(
@@ -90,6 +96,7 @@ def with_forks(spec: SequenceSpec) -> list[SequenceState]:
 
 _WAYS: dict[str, dict[str, object]] = {"compiled": {}, "cpu": {"enforce_eager": True}, "torch": {"attention": "torch"}}
 _OF_MAMBA = [("nemotron-h", "compiled"), ("nemotron-h", "cpu"), ("granite-4", "torch"), ("falcon-h1-norm", "torch")]
+_OF_MAMBA += [("jamba", "cpu"), ("jamba-dense", "torch"), ("mamba", "cpu"), ("falcon-mamba", "torch")]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,7 @@ def test_steps_of_mamba_have_limits(checkpoint: Checkpoint, tmp_path: Path) -> N
         check_replay(Driver(runner))
 
 
-@pytest.mark.parametrize(("family", "layers"), [("nemotron-h", [(0, 1)]), ("falcon-h1", [(0, 2)])])
+@pytest.mark.parametrize(("family", "layers"), [("nemotron-h", [(0, 1)]), ("falcon-h1", [(0, 2)]), ("mamba", [(0, 1)])])
 def test_layers_of_kv_are_announced_once(checkpoint: Checkpoint, family: str, layers: list[tuple[int, int]]) -> None:
     driver = Driver(load_model_runner(settings(checkpoint(family))))
     driver.step((driver.add(make_request("r", [1, 2, 3])), 3))

@@ -1,6 +1,6 @@
 """RecurrentConfig: the recurrent layers of a model. Data only, no tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 NUMBER_BYTES = 4
@@ -23,6 +23,17 @@ class ScanConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelScanConfig:
+    """Further facts of Mamba 1. `step_rank`: width of what steps are projected from. `norm`: that, keys and queries are
+    normed, with weights (`weighted`) or without (`plain`), or not at all ("").
+    """
+
+    step_rank: int = 0
+    norm: str = ""
+    norm_eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentConfig:
     """`layers` marks the recurrent layers, which are of one kind:
 
@@ -30,6 +41,7 @@ class RecurrentConfig:
     delta: a gated delta net (Yang et al. 2024) behind a short convolution (Qwen 3.5). Each of `num_key_heads` heads of
     `key_dim` serves equally many of `num_heads` heads of `value_dim`.
     scan: Mamba 2 (Dao and Gu 2024) behind a short convolution. Its groups are the key heads here.
+    channels: Mamba 1 (Gu and Dao 2023) behind a short convolution: one head, whose decays differ by key and channel.
 
     The convolution sees the last `kernel` inputs of each of `channels`. `bias`: of the projections; `conv_bias`: of the
     convolution. `is_fused`: the checkpoint has the projections in two tensors (Qwen3-Next), see
@@ -50,13 +62,18 @@ class RecurrentConfig:
     is_fused: bool = False
     attention: tuple[bool, ...] = ()
     scan: ScanConfig = ScanConfig()
+    channel_scan: ChannelScanConfig = field(default=ChannelScanConfig(), repr=False)
 
     def num_before(self, layer: int) -> int:
         """Number of recurrent layers before this one."""
         return sum(self.layers[:layer])
 
     def num_kv_before(self, layer: int) -> int:
-        """Number of layers with attention before this one."""
+        """Number of layers with attention before this one. A model without any has one layer of KV behind its last one,
+        which nobody writes: states lie in blocks of KV.
+        """
+        if not any(map(self.has_attention, range(len(self.layers)))):
+            return int(layer == len(self.layers))
         return sum(self.attention[:layer]) if self.attention else layer - self.num_before(layer)
 
     def has_attention(self, layer: int) -> bool:
@@ -97,17 +114,17 @@ class RecurrentConfig:
     @property
     def norm_width(self) -> int:
         """Number of weights of the norm of a layer's result, 0 if there is none."""
-        widths = {"conv": 0, "delta": self.value_dim, "scan": self.value_width if self.scan.norm else 0}
-        return widths[self.kind]
+        widths = {"delta": self.value_dim, "scan": self.value_width if self.scan.norm else 0}
+        return widths.get(self.kind, 0)
 
     @property
     def projected(self) -> int:
         """Width of a layer's first projection: conv, the two gates and the input; delta, queries, keys and values, the
         gate of the result, then the strength of updates and the decay of each head; scan, the gate, values, keys and
-        queries, then the step of each head.
+        queries, then the step of each head; channels, the values and the gate.
         """
-        if self.kind == "conv":
-            return 3 * self.channels
+        if self.kind in ("conv", "channels"):
+            return self.channels * (3 if self.kind == "conv" else 2)
         return self.channels + self.value_width + self.num_heads * (2 if self.kind == "delta" else 1)
 
     @property

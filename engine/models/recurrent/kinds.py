@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.kernels.cpu.arguments import RecurrentWeights
 from engine.models.encodings import Parameters
+from engine.models.recurrent.channel_scan import ChannelScan
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.delta import GatedDelta
 from engine.models.recurrent.scan import SelectiveScan
@@ -13,12 +14,14 @@ from engine.models.recurrent.short_conv import ShortConv
 
 
 class Recurrence(Protocol):
-    """Plug point: ShortConv, GatedDelta, SelectiveScan. Rows are what the layer's first projection gives for a token;
-    results and states are fp32.
+    """Plug point: ShortConv, GatedDelta, SelectiveScan, ChannelScan. Rows are what the layer's first projection gives
+    for a token; results and states are fp32.
     """
 
-    def for_kernels(self) -> RecurrentWeights:
-        """The parameters of this one layer as the kernel of CPUs takes them, which computes what `scan` does."""
+    def for_kernels(self) -> RecurrentWeights | None:
+        """The parameters of this one layer as the kernel of CPUs takes them, which computes what `scan` does; None if
+        it cannot, see engine/models/cpu_support.py.
+        """
         ...
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
@@ -38,5 +41,7 @@ def take_recurrence(parameters: Parameters, prefix: str, facts: RecurrentConfig,
     """Take the parameters of a recurrent layer between its projections."""
     if facts.kind == "conv":
         return ShortConv(parameters, prefix, facts)
+    if facts.kind == "channels":
+        return ChannelScan(parameters, prefix, facts)
     kind = GatedDelta if facts.kind == "delta" else SelectiveScan
     return kind(parameters, prefix, facts, norm_eps)

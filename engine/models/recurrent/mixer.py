@@ -89,7 +89,9 @@ class RecurrentMixer:
 
     @cached_property
     def _weights(self) -> RecurrentWeights:
-        return self._recurrence.for_kernels()
+        weights = self._recurrence.for_kernels()
+        assert weights is not None
+        return weights
 
     def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, mixing: Mixing) -> None:
         layer = recurrent_layers(self._weights, self._facts, self._norm_eps, states.places)

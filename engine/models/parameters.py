@@ -17,7 +17,7 @@ from engine.models.latent_config import LatentConfig
 from engine.models.mixed_parameters import add_mixed
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.parameters import add_recurrent
-from engine.models.row_orders import rotary_order
+from engine.models.row_orders import heads_of_one_tensor, rotary_order
 from mesh.domain.kv import Span
 
 RowOrder = NDArray[np.int64]
@@ -288,10 +288,7 @@ def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, R
             (k, kv_heads * head_dim, _rows_of_heads(np.arange(kv_heads), order)),
             (v, kv_heads * head_dim, np.arange(kv_heads * head_dim)),
         ]
-    stored = np.arange(heads + 2 * kv_heads)  # heads, in the order of the one tensor
-    if names.grouped_qkv:
-        groups = stored.reshape(kv_heads, config.queries_per_kv_head + 2)
-        stored = np.concatenate((groups[:, :-2].ravel(), groups[:, -2], groups[:, -1]))
+    stored = heads_of_one_tensor(heads, kv_heads, is_grouped=names.grouped_qkv, num_parts=names.qkv_parts)
     rotated, values = stored[: heads + kv_heads], stored[heads + kv_heads :]
     rows = np.concatenate((_rows_of_heads(rotated, order), _rows_of_heads(values, np.arange(head_dim))))
     return [(names.qkv[0], len(rows), rows)]

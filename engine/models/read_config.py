@@ -13,13 +13,14 @@ from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.text_part import WRAPPERS
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.experts_config import check_experts
-from engine.models.families.bloom import bloom
+from engine.models.families.bloom import bloom, mpt
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.cohere import cohere, cohere2
 from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
 from engine.models.families.dense import (
     apertus,
     arcee,
+    cwm,
     ernie4_5,
     helium,
     hunyuan,
@@ -29,12 +30,13 @@ from engine.models.families.dense import (
     smollm3,
 )
 from engine.models.families.falcon import falcon
-from engine.models.families.gemma import gemma, gemma2, gemma3
+from engine.models.families.gemma import gemma, gemma2, gemma3, vault_gemma
 from engine.models.families.gemma3n import gemma3n
 from engine.models.families.gemma4 import gemma4, gemma4_unified
-from engine.models.families.gpt2 import gpt2, gpt_bigcode
-from engine.models.families.gpt_neox import gpt_neox, gptj
+from engine.models.families.gpt2 import gpt2, gpt_bigcode, gpt_neo
+from engine.models.families.gpt_neox import codegen, gpt_neox, gptj
 from engine.models.families.gpt_oss import gpt_oss
+from engine.models.families.jamba import jamba
 from engine.models.families.lfm2 import lfm2, lfm2_moe
 from engine.models.families.llama import (
     baichuan,
@@ -50,8 +52,8 @@ from engine.models.families.llama import (
     starcoder2,
 )
 from engine.models.families.llama4 import llama4
-from engine.models.families.mamba import falcon_mamba, jamba, mamba
-from engine.models.families.mamba_hybrid import bamba, falcon_h1, granite_moe_hybrid, nemotron_h
+from engine.models.families.mamba import falcon_mamba, mamba
+from engine.models.families.mamba_hybrid import bamba, falcon_h1, granite_moe_hybrid, mamba2, nemotron_h
 from engine.models.families.mixtures import deepseek, granite_moe, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
@@ -93,6 +95,7 @@ FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("Llama 1 to 3", llama),
     "Llama4ForCausalLM": Family("Llama 4, text", llama4),
     "MistralForCausalLM": Family("Mistral", mistral),
+    "MinistralForCausalLM": Family("Ministral 8B", mistral),
     "MixtralForCausalLM": Family("Mixtral", mixtral, {"rms_norm_eps": 1e-5, "rope_theta": 1e6}),
     "Qwen2ForCausalLM": Family("Qwen 1.5, 2, 2.5", qwen2),
     "Qwen2MoeForCausalLM": Family("Qwen 1.5 MoE, 2 MoE", qwen2_moe),
@@ -107,14 +110,21 @@ FAMILIES: Mapping[str, Family] = {
         "StarCoder 2", starcoder2, {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"}
     ),
     "GPTJForCausalLM": Family("GPT-J", gptj, {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}),
+    "GPTNeoForCausalLM": Family(
+        "GPT-Neo, TinyStories", gpt_neo, {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
+    ),
+    "CodeGenForCausalLM": Family("CodeGen", codegen, {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}),
     "GPTNeoXForCausalLM": Family("GPT-NeoX, Pythia", gpt_neox, {"layer_norm_eps": 1e-5}),
     "OPTForCausalLM": Family("OPT", opt),
     "BloomForCausalLM": Family("BLOOM", bloom, {"layer_norm_epsilon": 1e-5}),
+    "MptForCausalLM": Family("MPT", mpt),
+    "MPTForCausalLM": Family("MPT", mpt),
     "FalconForCausalLM": Family("Falcon", falcon, {"layer_norm_epsilon": 1e-5}),
     "PhiForCausalLM": Family("Phi 1, 1.5, 2", phi, {"layer_norm_eps": 1e-5}),
     "Phi3ForCausalLM": Family("Phi 3, 3.5, 4", phi3, {"rms_norm_eps": 1e-5}),
     "GemmaForCausalLM": Family("Gemma", gemma),
     "Gemma2ForCausalLM": Family("Gemma 2", gemma2),
+    "VaultGemmaForCausalLM": Family("VaultGemma", vault_gemma),
     "Gemma3ForCausalLM": Family("Gemma 3, text", gemma3),
     "Gemma3nForCausalLM": Family("Gemma 3n, text", gemma3n),
     "Gemma4ForCausalLM": Family("Gemma 4, text", gemma4),
@@ -140,6 +150,7 @@ FAMILIES: Mapping[str, Family] = {
     "JambaForCausalLM": Family("Jamba", jamba),
     "MambaForCausalLM": Family("Mamba", mamba, _NO_ATTENTION),
     "FalconMambaForCausalLM": Family("Falcon Mamba", falcon_mamba, {**_NO_ATTENTION, "max_position_embeddings": 8192}),
+    "Mamba2ForCausalLM": Family("Mamba 2", mamba2, {**_NO_ATTENTION, "max_position_embeddings": 8192}),
     "GraniteMoeHybridForCausalLM": Family("Granite 4", granite_moe_hybrid),
     "NemotronHForCausalLM": Family("Nemotron-H, Nano 2, 3 Nano", nemotron_h),
     "FalconH1ForCausalLM": Family("Falcon-H1", falcon_h1),
@@ -153,6 +164,7 @@ FAMILIES: Mapping[str, Family] = {
     "Olmo3ForCausalLM": Family("OLMo 3", olmo3),
     "CohereForCausalLM": Family("Command R, R+, Aya", cohere),
     "Cohere2ForCausalLM": Family("Command R7B, Command A", cohere2),
+    "CwmForCausalLM": Family("Code World Model", cwm, {"rms_norm_eps": 1e-5}),
     "SeedOssForCausalLM": Family("Seed-OSS", seed_oss),
     "Ernie4_5ForCausalLM": Family("ERNIE 4.5 0.3B", ernie4_5),
     "Exaone4ForCausalLM": Family("EXAONE 4", exaone4),
@@ -268,7 +280,8 @@ def _check(config: ModelConfig) -> None:
                 f"layer_types has {len(config.recurrent.layers)} entries for {config.num_layers} layers"
             )
         has_attention = any(map(config.recurrent.has_attention, range(config.num_layers)))
-        if not has_attention and config.recurrent.kind != "channels":
+        is_recurrence_alone = config.block == "single" and all(config.recurrent.layers)
+        if not has_attention and not is_recurrence_alone:
             raise ConfigurationError("a model without any layer of attention is not supported")
     if len(config.windows) != config.num_layers:
         raise ConfigurationError(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")

@@ -19,6 +19,20 @@ def rotary_order(head_dim: int, dim: int, *, interleaved: bool) -> list[int]:
     return [*first, *range(dim, middle), *second, *range(middle, head_dim)]
 
 
+def heads_of_one_tensor(heads: int, kv_heads: int, *, is_grouped: bool, num_parts: int) -> NDArray[np.int64]:
+    """The heads of a tensor with all projections, in the order of queries, keys, values: see `grouped_qkv` and
+    `qkv_parts` of TensorNames.
+    """
+    stored = np.arange(heads + 2 * kv_heads)
+    if num_parts:
+        parts = stored.reshape(num_parts, 3, -1)
+        return np.concatenate((parts[:, 0].ravel(), parts[:, 2].ravel(), parts[:, 1].ravel()))
+    if is_grouped:
+        groups = stored.reshape(kv_heads, -1)
+        return np.concatenate((groups[:, :-2].ravel(), groups[:, -2], groups[:, -1]))
+    return stored
+
+
 def fused_rows(facts: RecurrentConfig) -> list[tuple[str, NDArray[np.int64]]]:
     """The names of two fused tensors, and the order of their rows that puts the parts of all heads behind each other.
     Stored are, for each key head: its query, its key, the values and gates of its heads; and, in the second tensor, the

@@ -61,6 +61,8 @@ class TensorNames:
     grouped_qkv: bool = False
     """The qkv tensor holds, per key/value head, its query heads, its key and its value; otherwise all queries, then all
     keys, then all values."""
+    qkv_parts: int = field(default=0, repr=False)
+    """The qkv tensor is in so many parts, each with queries of some heads, then their values, then their keys."""
     transposed: bool = False
     """Matrices of layers are stored as [inputs, outputs]."""
     interleaved_rotary: bool = False

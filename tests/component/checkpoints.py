@@ -125,6 +125,10 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt-bigcode-multi-head": lambda: _model("gpt_bigcode", multi_query=False),
     "starcoder2": lambda: llama_like("starcoder2", sliding_window=WINDOW),
     "gptj": lambda: _model("gptj", rotary_dim=8, n_positions=512),
+    "gpt-neo": lambda: _model(
+        "gpt_neo", num_layers=3, attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=WINDOW
+    ),
+    "codegen": lambda: _model("codegen", hidden_size=128, num_attention_heads=8, rotary_dim=8, n_positions=512),
     "gpt-neox": lambda: _model("gpt_neox", intermediate_size=96, max_position_embeddings=512),
     "gpt-neox-sequential": lambda: _model(
         "gpt_neox", intermediate_size=96, use_parallel_residual=False, attention_bias=False, rotary_pct=1.0
@@ -138,6 +142,8 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "bloom": lambda: _model("bloom"),
     "bloom-6-heads": lambda: _model("bloom", hidden_size=96, num_attention_heads=6),
+    "mpt": lambda: _model("mpt", attn_config={"clip_qkv": 0.7, "softmax_scale": 0.3}, max_seq_len=512),
+    "mpt-6-heads": lambda: _model("mpt", hidden_size=96, num_attention_heads=6),
     "falcon-7b": lambda: _model("falcon"),
     "falcon-40b": lambda: _model("falcon", new_decoder_architecture=True, num_kv_heads=2),
     "falcon-11b": lambda: _model(
@@ -157,6 +163,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "gemma": lambda: llama_like("gemma", head_dim=32),
     "gemma2": lambda: llama_like("gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20),
+    "vault-gemma": lambda: llama_like("vaultgemma", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20),
     "gemma3": lambda: llama_like(
         "gemma3_text", num_hidden_layers=4, head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2
     ),
@@ -213,6 +220,8 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "cohere": lambda: llama_like("cohere", use_qk_norm=True, attention_bias=True, logit_scale=0.5),
     "cohere2": lambda: llama_like("cohere2", sliding_window=WINDOW, layer_types=_ALTERNATING, logit_scale=0.5),
+    "cwm": lambda: llama_like("cwm", head_dim=32, num_hidden_layers=5, sliding_window=WINDOW),
+    "ministral": lambda: llama_like("ministral", head_dim=32, sliding_window=WINDOW, layer_types=_ALTERNATING),
     "seed-oss": lambda: llama_like("seed_oss", head_dim=32, attention_out_bias=True, mlp_bias=True),
     "ernie4-5": lambda: llama_like("ernie4_5", head_dim=32, use_bias=True),
     "exaone4": lambda: llama_like("exaone4", sliding_window=WINDOW, layer_types=_ALTERNATING),
@@ -402,6 +411,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "bamba": lambda: llama_like(
         "bamba", attn_layer_indices=[1], mamba_expand=1, mamba_n_heads=4, mamba_d_state=16, mlp_bias=True
     ),
+    "mamba2": lambda: _model("mamba2", num_heads=8, head_dim=16, n_groups=2, state_size=16, use_bias=True),
     "mamba": lambda: _model("mamba", use_bias=True, time_step_rank=6, state_size=8),
     "falcon-mamba": lambda: _model("falcon_mamba", use_conv_bias=False, mixer_rms_eps=1e-3),
     "jamba": lambda: llama_like("jamba", mamba_proj_bias=True, num_experts=4, mamba_dt_rank=6, **_JAMBA),

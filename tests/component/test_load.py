@@ -180,6 +180,11 @@ def test_sizes_of_no_model_are_refused_before_they_take_memory(
         ("jamba", {"hidden_act": "gelu"}, "'gelu' as activation of Mamba 1 is not supported"),
         ("mamba", {"time_step_rank": 0}, "time_step_rank must be a positive integer"),
         ("lfm2", {"layer_types": ["conv"] * 5}, "a model without any layer of attention is not supported"),
+        ("gpt-neo", {"attention_layers": ["global", "chunked"]}, "may name global and local, not 'chunked'"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max must be 8"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln True is not supported"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale is not supported"),
+        ("codegen", {"n_head": 2}, "CodeGen's heads are in 4 parts, not 2"),
         ("llama", {"intermediate_size": [96] * 3}, "intermediate_size must be a positive integer, not a list"),
     ],
 )

@@ -40,7 +40,7 @@ Checkpoint = Callable[[str], Path]
     ("family", "length"),
     [
         *(("qwen3.5", length) for length in (1, 33, 131)),
-        *(("falcon-h1", 33), ("nemotron-h", 131), ("jamba", 131), ("falcon-mamba", 33)),
+        *(("falcon-h1", 33), ("nemotron-h", 131), ("jamba", 131), ("mamba2", 131), ("falcon-mamba", 33)),
     ],
 )
 def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, family: str, length: int) -> None:
@@ -62,6 +62,7 @@ def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, family: str, lengt
         ("falcon-h1", 64, [0, 48, 0, 64, 80, 80]),
         ("jamba", 96, [0, 48, 0, 64, 80, 80]),
         ("mamba", 96, [0, 48, 0, 64, 80, 80]),
+        ("mamba2", 96, [0, 48, 0, 64, 80, 80]),
     ],
 )
 def test_prompts_say_the_same_behind_a_snapshot(
@@ -97,6 +98,7 @@ def with_forks(spec: SequenceSpec) -> list[SequenceState]:
 _WAYS: dict[str, dict[str, object]] = {"compiled": {}, "cpu": {"enforce_eager": True}, "torch": {"attention": "torch"}}
 _OF_MAMBA = [("nemotron-h", "compiled"), ("nemotron-h", "cpu"), ("granite-4", "torch"), ("falcon-h1-norm", "torch")]
 _OF_MAMBA += [("jamba", "cpu"), ("jamba-dense", "torch"), ("mamba", "cpu"), ("falcon-mamba", "torch")]
+_OF_MAMBA += [("mamba2", way) for way in ("compiled", "cpu", "torch")]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,9 @@ def test_steps_of_mamba_have_limits(checkpoint: Checkpoint, tmp_path: Path) -> N
         check_replay(Driver(runner))
 
 
-@pytest.mark.parametrize(("family", "layers"), [("nemotron-h", [(0, 1)]), ("falcon-h1", [(0, 2)]), ("mamba", [(0, 1)])])
+@pytest.mark.parametrize(
+    ("family", "layers"), [("nemotron-h", [(0, 1)]), ("falcon-h1", [(0, 2)]), ("mamba", [(0, 1)]), ("mamba2", [(0, 1)])]
+)
 def test_layers_of_kv_are_announced_once(checkpoint: Checkpoint, family: str, layers: list[tuple[int, int]]) -> None:
     driver = Driver(load_model_runner(settings(checkpoint(family))))
     driver.step((driver.add(make_request("r", [1, 2, 3])), 3))

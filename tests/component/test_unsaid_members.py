@@ -21,7 +21,7 @@ _MEMBERS = (
     *("attn_logit_softcapping", "final_logit_softcapping", "attention_bias", "rope_parameters", "logit_scale"),
     *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
     *("query_pre_attn_scalar", "routed_scaling_factor", "norm_topk_prob", "scoring_func", "tie_word_embeddings"),
-    *("layer_types", "activation_sparsity_pattern", "altup_num_inputs"),
+    *("activation_sparsity_pattern", "altup_num_inputs"),
 )
 
 

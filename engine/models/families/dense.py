@@ -168,3 +168,14 @@ def apertus(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
+
+
+def cwm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Code World Model 32B: Llama with windows in three of four layers."""
+    window = sliding_window(raw, 8192)
+    windows = tuple(window if layer % 4 else None for layer in range(plain.num_layers))
+    if raw.get("layer_types") is not None:
+        windows = layer_windows(raw, plain.num_layers, window)
+    scaling = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = default_rope(plain, raw, 1_000_000.0, **scaling, original_max_position_embeddings=8192)
+    return replace(llama(plain, raw), windows=windows, rope=rope)

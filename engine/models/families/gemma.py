@@ -45,6 +45,13 @@ def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     )
 
 
+def vault_gemma(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """VaultGemma 1B: Gemma 2 without the norms behind attention and MLP."""
+    return replace(
+        gemma2(plain, raw), tensors=replace(_GEMMA, post_norm="pre_feedforward_layernorm"), block="sequential"
+    )
+
+
 def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Gemma 3, text only: norms of queries and keys; layers with a window have separate rotary frequencies."""
     rope, window_rope = rope_and_local_rope(plain, raw)

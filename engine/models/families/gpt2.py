@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, refuse
+from checkpoint.config_json import RawConfig, flag, integer, refuse, texts
 from engine.models.model_config import ModelConfig
 from engine.models.tensor_names import TensorNames
+from mesh.domain.errors import ConfigurationError
 
 _TENSORS = TensorNames(
     embed="transformer.wte",
@@ -49,4 +50,29 @@ def gpt_bigcode(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         _plain_gpt(plain, raw),
         tensors=replace(_TENSORS, grouped_qkv=not multi_query),
         num_kv_heads=1 if multi_query else plain.num_heads,
+    )
+
+
+_GPT_NEO = replace(
+    _TENSORS,
+    qkv=tuple(f"attn.attention.{name}_proj" for name in "qkv"),
+    o="attn.attention.out_proj",
+)
+
+
+def gpt_neo(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """GPT-Neo, TinyStories: windows in every second layer, and scores as they are."""
+    window = integer(raw, "window_size", default=256)
+    kinds = texts(raw, "attention_layers")
+    if not kinds:
+        stated = raw.get("attention_types") or [[["global", "local"], plain.num_layers // 2]]
+        kinds = tuple(kind for pattern, count in stated for kind in count * pattern)
+    if other := sorted(set(kinds) - {"global", "local"}):
+        raise ConfigurationError(f"config.json: attention_types may name global and local, not {other[0]!r:.100}")
+    return replace(
+        _plain_gpt(plain, raw),
+        tensors=_GPT_NEO,
+        qkv_bias=False,
+        attention_scale=1.0,
+        windows=tuple(window if kind == "local" else None for kind in kinds),
     )

@@ -1,10 +1,11 @@
-"""GPT-NeoX, Pythia and GPT-J: attention and MLP work in parallel, and a part of each head is rotated."""
+"""GPT-NeoX, Pythia, GPT-J and CodeGen: attention and MLP work in parallel, and a part of each head is rotated."""
 
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, number
 from engine.models.model_config import ModelConfig, parse_rope, rotated_dim
 from engine.models.tensor_names import TensorNames
+from mesh.domain.errors import ConfigurationError
 
 _TENSORS = TensorNames(
     embed="gpt_neox.embed_in",
@@ -67,3 +68,14 @@ def gptj(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         mlp_bias=True,
         lm_head_bias=True,
     )
+
+
+_CODEGEN_PARTS = 4
+"""As many as the cores that it was trained on."""
+
+
+def codegen(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """CodeGen 350M to 16B: GPT-J with one projection."""
+    if plain.num_heads % _CODEGEN_PARTS:
+        raise ConfigurationError(f"config.json: CodeGen's heads are in {_CODEGEN_PARTS} parts, not {plain.num_heads}")
+    return replace(gptj(plain, raw), tensors=replace(_GPTJ, qkv=("attn.qkv_proj",), qkv_parts=_CODEGEN_PARTS))

@@ -1,57 +1,12 @@
-"""Families with Mamba 1: Mamba and Falcon Mamba have nothing else; in Jamba it is in place of attention in most layers,
-the others have no rotary positions.
-"""
+"""Families that have nothing but Mamba 1."""
 
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, first_of, flag, integer, number
-from engine.models.families.mixtures import softmax_experts
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import ChannelScanConfig, RecurrentConfig
 from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
-
-_JAMBA = TensorNames(
-    final_norm="model.final_layernorm",
-    recurrent="mamba",
-    post_norm="pre_ff_layernorm",
-    up=("feed_forward.gate_proj", "feed_forward.up_proj"),
-    down="feed_forward.down_proj",
-    router="feed_forward.router",
-    expert="feed_forward.experts.{}",
-    stacked_up="feed_forward.experts.gate_up_proj",
-    stacked_down="feed_forward.experts.down_proj",
-)
-
-
-def jamba(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Jamba, Jamba 1.5 to 1.7, and Jamba Reasoning 3B, which has no experts."""
-    attention, of_mamba = _every(plain, raw, "attn_layer", period=8, offset=4), _channels(plain, raw)
-    experts = None
-    if integer(raw, "num_experts", default=16) > 1:
-        facts = softmax_experts(plain, {"num_experts": 16, "num_experts_per_tok": 2, **raw}, normalised=False)
-        experts = replace(facts, layers=_every(plain, raw, "expert_layer", period=2, offset=1))
-    return replace(
-        plain,
-        tensors=_JAMBA,
-        unrotated=tuple(range(plain.num_layers)),
-        experts=experts,
-        recurrent=replace(
-            of_mamba,
-            layers=tuple(not each for each in attention),
-            channel_scan=replace(of_mamba.channel_scan, norm="weighted", norm_eps=plain.norm_eps),
-        ),
-    )
-
-
-def _every(plain: ModelConfig, raw: RawConfig, name: str, *, period: int, offset: int) -> tuple[bool, ...]:
-    """The layers of a kind: one in each period."""
-    period = integer(raw, f"{name}_period", default=period)
-    offset = integer(raw, f"{name}_offset", default=offset, least=0)
-    if offset >= period:
-        raise ConfigurationError(f"config.json: {name}_offset ({offset}) must be below {name}_period ({period})")
-    return tuple(layer % period == offset for layer in range(plain.num_layers))
-
 
 _MAMBA = TensorNames(
     embed="backbone.embeddings",
@@ -78,7 +33,7 @@ def mamba(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         rope=replace(plain.rope, dim=_HEAD_DIM),
         unrotated=tuple(range(plain.num_layers)),
         tied=flag(raw, "tie_word_embeddings", default=True),
-        recurrent=_channels(plain, raw),
+        recurrent=channels_config(plain, raw),
     )
 
 
@@ -91,7 +46,7 @@ def falcon_mamba(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(config, recurrent=replace(config.recurrent, channel_scan=facts))
 
 
-def _channels(plain: ModelConfig, raw: RawConfig) -> RecurrentConfig:
+def channels_config(plain: ModelConfig, raw: RawConfig) -> RecurrentConfig:
     """Mamba 1 in all layers, in the words of all families."""
     if plain.activation != "silu":
         raise ConfigurationError(f"config.json: {plain.activation!r} as activation of Mamba 1 is not supported")

@@ -1,7 +1,7 @@
 """Families whose layers are Mamba 2 in place of attention, or beside it.
 
 Granite 4 and Bamba have attention in a few layers. Falcon-H1 has both in every layer, and factors for everything.
-Layers of Nemotron-H are Mamba 2, attention, an MLP or experts alone.
+Layers of Nemotron-H are Mamba 2, attention, an MLP or experts alone; Codestral Mamba has nothing but Mamba 2.
 """
 
 from dataclasses import replace
@@ -10,6 +10,7 @@ from math import inf
 from checkpoint.config_json import RawConfig, flag, integer, integers, number, numbers, text, texts
 from engine.models.families.lfm2 import recurrent_layers
 from engine.models.families.llama import granite, llama
+from engine.models.families.mamba import mamba
 from engine.models.families.mixtures import granite_moe, sigmoid_experts
 from engine.models.model_config import ModelConfig, rotated_dim
 from engine.models.recurrent.config import RecurrentConfig, ScanConfig
@@ -148,6 +149,16 @@ def nemotron_h(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         experts=experts,
         recurrent=replace(recurrent, attention=tuple(kind == "full_attention" for kind in kinds)),
     )
+
+
+def mamba2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Codestral Mamba 7B: Mamba 2 alone."""
+    sizes = {"n_groups": 8, "ssm_state_size": raw.get("state_size", 128), "mamba_expand": raw.get("expand", 2), **raw}
+    sizes |= {"mamba_n_heads": raw.get("num_heads", 128), "mamba_d_head": raw.get("head_dim", 64)}
+    sizes["mamba_proj_bias"] = flag(raw, "use_bias", default=False)
+    everywhere = (True,) * plain.num_layers
+    tied = flag(raw, "tie_word_embeddings", default=False)
+    return replace(mamba(plain, raw), tied=tied, recurrent=_mamba(plain, sizes, everywhere))
 
 
 def _kinds_of_layers(raw: RawConfig) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from engine.models.experts_config import check_experts
 from engine.models.families.bloom import bloom, mpt
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.cohere import cohere, cohere2
-from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
+from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, youtu
 from engine.models.families.dense import (
     apertus,
     arcee,
@@ -144,6 +144,8 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": Family("gpt-oss", gpt_oss, {"rms_norm_eps": 1e-5}),
     "DeepseekV2ForCausalLM": Family("DeepSeek V2, Coder V2", deepseek_v2),
     "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
+    "YoutuForCausalLM": Family("Youtu-LLM", youtu),
+    "MiniCPM3ForCausalLM": Family("MiniCPM 3", minicpm3, {"rms_norm_eps": 1e-5}),
     "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
     "Lfm2ForCausalLM": Family("LFM2", lfm2),
     "Lfm2MoeForCausalLM": Family("LFM2 MoE", lfm2_moe),

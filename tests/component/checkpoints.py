@@ -188,6 +188,20 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek-v2": lambda: latent_attention("deepseek_v2", q_lora_rank=None, topk_method="group_limited_greedy"),
     "deepseek-v3": lambda: latent_attention("deepseek_v3", q_lora_rank=32),
     "glm4-moe-lite": lambda: latent_attention("glm4_moe_lite", q_lora_rank=None, rope_interleave=False),
+    "youtu": lambda: latent_attention("youtu", q_lora_rank=32, pad_token_id=None),  # its row is lost in transformers
+    "minicpm3": lambda: latent_attention(
+        "minicpm3",
+        q_lora_rank=32,
+        scale_emb=3,
+        dim_model_base=32,
+        original_max_position_embeddings=TRAINED_POSITIONS,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0 + i / 8 for i in range(8)],
+            "long_factor": [1.0 + i for i in range(8)],
+        },
+    ),
     "stablelm-12b": lambda: llama_like("stablelm", use_parallel_residual=True, qk_layernorm=True),
     "mixtral": lambda: llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: llama_like(

@@ -1,9 +1,11 @@
-"""Models with multi-head latent attention: DeepSeek V2 and V3 with R1, Moonlight and Kimi K2, and GLM-4.7-Flash.
+"""Models with multi-head latent attention: DeepSeek V2 and V3 with R1, Moonlight and Kimi K2, GLM-4.7-Flash, and two
+without experts, Youtu-LLM and MiniCPM 3.
 
 Layers of multi-token prediction, which follow the others in the checkpoint, are not used.
 """
 
 from dataclasses import replace
+from math import sqrt
 
 from checkpoint.config_json import RawConfig, flag, integer, number, refuse, text, texts, yarn_mscale
 from engine.models.experts_config import ExpertsConfig
@@ -35,6 +37,15 @@ _GLM = _HEADS | {
     "routed_scaling_factor": 1.8,
     "first_k_dense_replace": 1,
 }
+_MINICPM3 = {
+    "kv_lora_rank": 256,
+    "q_lora_rank": 768,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 256,
+}
 """Facts that config.json leaves out."""
 
 
@@ -57,6 +68,27 @@ def glm4_moe_lite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """GLM-4.7-Flash, which may list the layers with experts."""
     plain = replace(plain, norm_eps=number(raw, "rms_norm_eps", default=1e-5))
     return _with_sigmoid(plain, {**_GLM, **raw})
+
+
+def youtu(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Youtu-LLM 2B."""
+    interleaved = flag(raw, "rope_interleave", default=True)
+    tied = flag(raw, "tie_word_embeddings", default=True)
+    return replace(_latent(plain, {**_HEADS, **raw}, interleaved=interleaved), tied=tied)
+
+
+def minicpm3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """MiniCPM 3 4B, with factors of embedding, residual and logits, whose null is none."""
+    raw = {**_MINICPM3, **raw}
+    own = plain.hidden_size // plain.num_heads
+    depth = number(raw, "scale_depth", default=sqrt(plain.num_layers))
+    return replace(
+        _latent(plain, {**raw, "v_head_dim": integer(raw, "v_head_dim", default=own)}, interleaved=False),
+        embed_scale=number(raw, "scale_emb", default=1.0),
+        residual_scale=depth / sqrt(plain.num_layers),
+        logit_scale=number(raw, "dim_model_base", default=plain.hidden_size) / plain.hidden_size,
+        tied=flag(raw, "tie_word_embeddings", default=True),
+    )
 
 
 def _with_sigmoid(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

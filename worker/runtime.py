@@ -24,7 +24,7 @@ from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Wo
 from mesh.domain.host import join_host
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.logs import flush_outputs
-from mesh.process import announce
+from mesh.process import announce, run_for_life
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
@@ -103,7 +103,7 @@ class WorkerRuntime:
         announce("ready")
         registered = asyncio.create_task(self._stay_registered())
         died = asyncio.create_task(engine_died.wait())
-        watch = asyncio.create_task(self._watch())
+        watch = run_for_life(self._watch())
         ends: tuple[asyncio.Task[Any], ...] = (stopped, registered, died)
         try:
             next_role = await self._until_switched(drained, ends)

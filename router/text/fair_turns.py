@@ -37,7 +37,11 @@ class FairTurns:
             self._is_free = False
         else:
             await self._wait(tenant, num_chars)
-        running = asyncio.ensure_future(call())
+        try:
+            running = asyncio.ensure_future(call())
+        except BaseException:  # such as that of a system that has no thread for it
+            self._pass_on()
+            raise
         running.add_done_callback(self._done)
         return await asyncio.shield(running)
 

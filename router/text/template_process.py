@@ -20,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 import structlog
 
@@ -130,8 +129,9 @@ class TemplateProcess:
         """Raises OSError or EOFError if the process has ended or does not answer in time."""
         assert process.stdin is not None
         assert process.stdout is not None
-        write_frame(process.stdin, request)
-        kind, text = read_frame(process.stdout, until_s=time.monotonic() + _MAX_WAIT_S)
+        until_s = time.monotonic() + _MAX_WAIT_S
+        write_frame(process.stdin, request, until_s=until_s)
+        kind, text = read_frame(process.stdout, until_s=until_s)
         return kind, text
 
     def _kill(self) -> int | None:
@@ -139,7 +139,7 @@ class TemplateProcess:
         if process is None:
             return None
         process.kill()
-        with suppress(BrokenPipeError), process:  # a request that could not be written is still in the pipe's buffer
+        with process:
             process.wait()
         return process.returncode
 

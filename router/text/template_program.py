@@ -90,10 +90,14 @@ def _serve() -> None:
         write_frame(answers, answer)
 
 
-def write_frame(pipe: IO[bytes], value: object) -> None:
+def write_frame(pipe: IO[bytes], value: object, *, until_s: float | None = None) -> None:
+    """Write one frame. Raises TimeoutError (an OSError) after `until_s` on the monotonic clock."""
     raw = json.dumps(value).encode()
-    pipe.write(_LENGTH.pack(len(raw)) + raw)
-    pipe.flush()
+    unwritten = memoryview(_LENGTH.pack(len(raw)) + raw)
+    while unwritten:
+        _await(pipe, select.POLLOUT, until_s)
+        # No more than the pipe takes without blocking once it takes anything.
+        unwritten = unwritten[os.write(pipe.fileno(), unwritten[: select.PIPE_BUF]) :]
 
 
 def read_frame(pipe: IO[bytes], *, until_s: float | None = None) -> Any:
@@ -107,8 +111,7 @@ def read_frame(pipe: IO[bytes], *, until_s: float | None = None) -> Any:
 def _read_bytes(pipe: IO[bytes], count: int, until_s: float | None) -> bytes:
     received = bytearray()
     while len(received) < count:
-        if until_s is not None:
-            _await_bytes(pipe, until_s)
+        _await(pipe, select.POLLIN, until_s)
         chunk = os.read(pipe.fileno(), min(1 << 20, count - len(received)))
         if not chunk:
             raise EOFError("closed")
@@ -116,11 +119,11 @@ def _read_bytes(pipe: IO[bytes], count: int, until_s: float | None) -> bytes:
     return bytes(received)
 
 
-def _await_bytes(pipe: IO[bytes], until_s: float) -> None:
+def _await(pipe: IO[bytes], event: int, until_s: float | None) -> None:
     poll = select.poll()
-    poll.register(pipe, select.POLLIN)
-    if not poll.poll(1000 * max(0.0, until_s - time.monotonic())):
-        raise TimeoutError("no answer in time")
+    poll.register(pipe, event)
+    if not poll.poll(None if until_s is None else 1000 * max(0.0, until_s - time.monotonic())):
+        raise TimeoutError("the other process got no CPU time")
 
 
 if __name__ == "__main__":

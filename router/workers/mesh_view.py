@@ -132,11 +132,10 @@ class MeshView:
         NoWorkers, not with ModelNotFound. If a worker that is here has another adapter of that name, it counts.
         """
         if self._adapters is None:
-            views = sorted(self.views(), key=lambda view: not view.state.is_gone)
-            decoders = [view.info for view in views if view.info.role is WorkerRole.DECODE]
-            self._adapters = dict(
-                sorted((adapter.name, adapter.digest) for info in decoders for adapter in info.adapters)
-            )
+            decoders = [view for view in self.views() if view.info.role is WorkerRole.DECODE]
+            decoders.sort(key=lambda view: not view.state.is_gone)  # the last one of a name counts
+            digests = {adapter.name: adapter.digest for view in decoders for adapter in view.info.adapters}
+            self._adapters = dict(sorted(digests.items()))
         return self._adapters
 
     def adapter_digest(self, name: str) -> str:

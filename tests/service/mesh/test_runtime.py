@@ -210,6 +210,21 @@ async def test_an_engine_that_never_comes_back_ends_the_process(monkeypatch: pyt
             assert await status == 1
 
 
+async def test_a_watch_for_stalls_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would notice a wedged engine any more, nor that a stall is over."""
+    status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(runtime_module.os, "_exit", status.set_result)
+
+    def broken() -> str:
+        raise LookupError("unforeseen")
+
+    async with worker(stall_after_s=STALL_S) as (stuck, _):
+        monkeypatch.setattr(stuck.engine, "stack", broken)
+        await stuck.stall()
+        async with asyncio.timeout(10):
+            assert await status == 1
+
+
 async def test_stop_order_not_serving_refuse_drain_stop_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async with worker() as (stopping, serving):
         assert not stopping.runtime.is_draining()

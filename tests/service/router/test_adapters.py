@@ -115,6 +115,20 @@ async def test_a_stream_waits_for_the_only_worker_that_has_its_adapter(make_mesh
     assert mesh.router.journal.num_replays == 1
 
 
+@pytest.mark.parametrize(("lost", "here"), [("digest-1", "digest-2"), ("digest-2", "digest-1")])
+async def test_of_two_adapters_of_one_name_that_of_a_worker_that_is_here_counts(
+    make_mesh: Any, lost: str, here: str
+) -> None:
+    mesh: Mesh = await make_mesh()
+    former = await mesh.decode("decode-0", adapters=(Adapter("mine", lost),))
+    await former.kill()
+    await mesh.until(lambda: not mesh.model.mesh.usable())
+    decode = await mesh.decode("decode-1", adapters=(Adapter("mine", here),))
+    result = await mesh.generate(token_ids=PROMPT, max_new_tokens=2, adapter="mine")
+    assert result.ids() == expected_tokens(PROMPT, 2)
+    assert decode.started.items[0].sequence.adapter == here
+
+
 async def test_an_adapter_of_two_models_needs_the_models_name(model_dir: Path) -> None:
     mesh = Mesh(model_dir, models=f"a={model_dir},b={model_dir}")
     await mesh.start()

@@ -124,3 +124,17 @@ def test_no_turn_is_lost(steps: list[tuple[str, int]]) -> None:
         assert not desk.turns._chars
 
     asyncio.run(check())
+
+
+async def test_work_that_cannot_begin_passes_its_turn_on() -> None:
+    turns = FairTurns()
+
+    def no_thread() -> asyncio.Future[str]:
+        raise RuntimeError("can't start new thread")
+
+    async def work() -> str:
+        return "done"
+
+    with pytest.raises(RuntimeError, match="thread"):
+        await turns.run(no_thread)
+    assert await asyncio.wait_for(turns.run(work), 5) == "done"

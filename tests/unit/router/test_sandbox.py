@@ -183,6 +183,23 @@ def test_a_process_without_cpu_time_is_overload(monkeypatch: pytest.MonkeyPatch)
             process.render(TURNS)
 
 
+def test_a_process_that_does_not_take_a_long_chat_is_overload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chat does not fit into the pipe."""
+    with running("well") as process, ThreadPoolExecutor(1) as pool:
+        child = child_of(process)
+        child.suspend()
+        monkeypatch.setattr(template_process, "_MAX_WAIT_S", 0.1)
+        rendering = pool.submit(process.render, [ChatMessage("user", "a" * (1 << 20))])
+        try:
+            with pytest.raises(Overloaded, match="too busy"):
+                rendering.result(10)
+        finally:
+            if not rendering.done():
+                child.kill()
+        monkeypatch.undo()
+        assert process.render([ChatMessage("user", "a" * (1 << 20))]) == "well", "from another process"
+
+
 def until_asked(process: TemplateProcess) -> None:
     """Return when another thread renders."""
     limit_s = time.monotonic() + 60

@@ -20,7 +20,7 @@ from mesh.durations import duration_from_proto
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.status import FirstStatus, error_from_rpc
-from mesh.tasks import Backoff, is_cancelled, set_within
+from mesh.tasks import Backoff, is_cancelled, mark_retrieved, set_within
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -208,6 +208,7 @@ class RegistryAgent:
         pending = self._pending
         if pending is None:
             pending = self._pending = asyncio.create_task(self._request_report())
+            pending.add_done_callback(mark_retrieved)  # nobody may wait any more when the engine stops
         await asyncio.wait([pending], timeout=_REPORT_WAIT_S)
         if not pending.done():
             return None

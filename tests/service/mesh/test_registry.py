@@ -1,6 +1,7 @@
 """A worker's agent against a real registry server."""
 
 import asyncio
+import gc
 import time
 from collections import Counter
 from dataclasses import replace
@@ -10,10 +11,11 @@ import structlog
 from structlog.testing import capture_logs
 
 from mesh import wire
-from mesh.domain.errors import LayoutMismatch, Unauthenticated
+from mesh.domain.errors import LayoutMismatch, Unauthenticated, WorkerLost
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
+from mesh.tasks import cancel_all
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers import coordination
 from router.workers.coordination import RegistryServicer
@@ -299,3 +301,25 @@ async def test_a_registration_that_breaks_at_once_costs_few_lines(evidence: Evid
         target="<= 1 per s",
         ok=most <= watched_s,
     )
+
+
+async def test_a_report_that_the_engine_owes_when_it_stops_is_no_error_in_the_log() -> None:
+    class Stopping(FakeEngine):
+        async def report(self) -> Report:
+            await self.stuck.wait()
+            raise WorkerLost("the engine has stopped")
+
+    engine, unhandled = Stopping(), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context["message"]))
+    agent = RegistryAgent(INFO, engine, MEMBER)
+    sent: asyncio.Queue[worker_pb2.RegisterRequest] = asyncio.Queue()
+    engine.stuck.clear()
+    beating = asyncio.create_task(agent.send_heartbeats(sent.put, 60.0))
+    assert (await sent.get()).HasField("heartbeat"), "with the last load, because the report has not come"
+    await cancel_all([beating])
+    engine.stuck.set()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    del agent
+    gc.collect()
+    assert unhandled == []

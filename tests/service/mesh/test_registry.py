@@ -320,6 +320,6 @@ async def test_a_report_that_the_engine_owes_when_it_stops_is_no_error_in_the_lo
     engine.stuck.set()
     for _ in range(3):
         await asyncio.sleep(0)
-    del agent
+    del agent, beating
     gc.collect()
     assert unhandled == []

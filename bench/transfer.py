@@ -39,7 +39,6 @@ from kvtransfer import (
     ExpectedTransfer,
     KVReceiver,
     KVSender,
-    KvTransferServicer,
     ReceiverCallbacks,
     TransferSettings,
     TransferSpec,
@@ -145,7 +144,7 @@ async def receiving(plan: TransferBenchPlan, listen: Listen) -> AsyncIterator[st
                 for reserved_id in (transfer_id, f"{transfer_id}-tail"):
                     receiver.expect(ExpectedTransfer(reserved_id, 1, shuffled_blocks(num_tokens), 0, num_tokens))
     server = Server(listen)
-    KvTransferServicer(receiver).register(server.grpc)
+    receiver.add_to(server.grpc)
     await server.start([SERVICE_NAME])
     try:
         yield server.address

@@ -9,7 +9,7 @@ from decode_worker.settings import DecodeSettings
 from engine.kv.sharded_cache import AnyKVCache
 from engine.loop import EngineLoop
 from engine.settings import graph_sizes
-from kvtransfer import KVReceiver, KvTransferServicer, RankedReceiver, ReceiverCallbacks, TransferSettings
+from kvtransfer import KVReceiver, RankedReceiver, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import decode_pb2_grpc
 from worker.engine_settings import EngineLimits
@@ -59,7 +59,7 @@ def _open(
         metrics=metrics,
     )
     decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service, incarnation), runtime.server.grpc)
-    KvTransferServicer(receiver.own).register(runtime.server.grpc)
+    receiver.own.add_to(runtime.server.grpc)
     return RoleServices(
         ("mesh.v1.Decode", "mesh.v1.KvTransfer"),
         metrics,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from checkpoint.source import ModelSource
 from engine.settings import NO_SPECULATION, Speculation, graph_sizes
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import setting
-from worker.settings import WorkerSettings, require_not_negative, require_positive
+from mesh.settings import require_at_least, setting
+from worker.settings import WorkerSettings
 
 SPECULATIONS = ("auto", "none", "ngram", "draft")
 _USUAL_DRAFTS = 8
@@ -51,8 +51,8 @@ class DecodeSettings(WorkerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "max_rolling_batch_size", "max_step_tokens")
-        require_not_negative(self, "max_batch_total_tokens")
+        require_at_least(self, 1, "max_rolling_batch_size", "max_step_tokens")
+        require_at_least(self, 0, "max_batch_total_tokens")
         graph_sizes(self.cuda_graphs, self.max_rolling_batch_size)
         if self.max_step_stretch != 0 and not 1.1 <= self.max_step_stretch < float("inf"):
             raise ConfigurationError(f"max_step_stretch must be 0 or at least 1.1, got {self.max_step_stretch:g}")

@@ -48,7 +48,7 @@ from kvtransfer.incoming_transfer import ExpectedTransfer
 from kvtransfer.messages import SERVICE_NAME
 from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
 from kvtransfer.ranks import Outgoing, RankedReceiver, RankedSender
-from kvtransfer.receiver import KVReceiver, KvTransferServicer, ReceiverCallbacks
+from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
@@ -59,7 +59,6 @@ __all__ = [
     "KVReceiver",
     "KVSender",
     "KVStore",
-    "KvTransferServicer",
     "Outgoing",
     "OutgoingTransfer",
     "RankedReceiver",

@@ -5,32 +5,39 @@ transfers, or over a link.
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import grpc
 
 from kvtransfer.messages import SERVICE_NAME, ReceiverMessage, reply_from_proto
+from kvtransfer.transports.kept_pool import KeptPool
 from kvtransfer.transports.link import Call
 from mesh.domain.errors import MeshError, ReceiverLost, TransferFailed, WorkerLost
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Metadata, TlsIdentity
 from mesh.rpc.status import FirstStatus, error_from_rpc
-from mesh.tasks import call_on
+from mesh.tasks import call_on, spawn
 from mesh.v1 import kvtransfer_pb2 as pb
 
 _METHOD = f"/{SERVICE_NAME}/Push"
 
 
-@dataclass(slots=True)
 class Connection:
     """The connection to one decode worker. `credit`: chunks that it may still be sent before it acknowledges one, over
     all transfers to it.
     """
 
-    channel: grpc.aio.Channel
-    credit: asyncio.Semaphore
-    num_users: int = 0
-    idle_timer: asyncio.TimerHandle | None = None
+    is_broken = False  # gRPC connects again by itself
+
+    def __init__(
+        self, address: str, tls: TlsIdentity | None, max_chunks: int, closing: "set[asyncio.Task[None]]"
+    ) -> None:
+        # Its own connection: control messages must not wait behind megabytes of payload.
+        self.channel = open_channel(address, tls, own_connection=True)
+        self.credit = asyncio.Semaphore(max_chunks)
+        self._closing = closing
+
+    def close(self) -> None:
+        spawn(self._closing, self.channel.close())
 
 
 class ChannelPool:
@@ -38,48 +45,31 @@ class ChannelPool:
 
     def __init__(self, idle_s: float, tls: TlsIdentity | None, max_chunks: int) -> None:
         self._tls = tls
-        self._idle_s = idle_s
         self._max_chunks = max_chunks
-        self._connections: dict[str, Connection] = {}
+        self._kept: KeptPool[str, Connection] = KeptPool(None, idle_s)
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._connections)
+        return len(self._kept)
 
     @contextmanager
     def use(self, address: str) -> Iterator[Connection]:
         """Yield the connection to `address`, which stays open while the block runs."""
-        connection = self._connections.get(address)
-        if connection is None:
-            # Its own connection: control messages must not wait behind megabytes of payload.
-            channel = open_channel(address, self._tls, own_connection=True)
-            connection = self._connections[address] = Connection(channel, asyncio.Semaphore(self._max_chunks))
-        if connection.idle_timer is not None:
-            connection.idle_timer.cancel()
-            connection.idle_timer = None
-        connection.num_users += 1
+        connection = self._kept.get(address) or self._kept.add(
+            address, lambda: Connection(address, self._tls, self._max_chunks, self._closing)
+        )
+        assert connection is not None, "the pool has no limit"
+        self._kept.use(connection)
         try:
             yield connection
         finally:
-            connection.num_users -= 1
-            if connection.num_users == 0:
-                loop = asyncio.get_running_loop()
-                connection.idle_timer = loop.call_later(self._idle_s, self._close_idle, address)
+            self._kept.leave(connection)
 
     async def close(self) -> None:
         """Close all channels. None may be in use."""
-        for address in list(self._connections):
-            self._close_idle(address)
+        self._kept.close()
         if self._closing:
             await asyncio.wait(self._closing)
-
-    def _close_idle(self, address: str) -> None:
-        connection = self._connections.pop(address)
-        if connection.idle_timer is not None:
-            connection.idle_timer.cancel()
-        task = asyncio.get_running_loop().create_task(connection.channel.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
 
 
 class PushCall:

@@ -135,6 +135,13 @@ class KVReceiver:
         for transport in transports:
             transport.close()
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve `Push` on `server`. Generated code, which this replaces, would copy every payload."""
+        push = grpc.stream_stream_rpc_method_handler(
+            lambda requests, _: self.push(requests), request_from_bytes, reply_to_bytes
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Push": push}),))
+
     async def push(self, requests: AsyncIterator[SenderMessage]) -> AsyncGenerator[ReceiverMessage, None]:
         """Run one conversation, yielding the replies. Raises a MeshError if the transfer is refused or fails.
 
@@ -338,20 +345,3 @@ class KVReceiver:
         incoming.opening_lease.cancel()
         del self._incoming[incoming.expected.transfer_id]
         incoming.ended.set()
-
-
-class KvTransferServicer:
-    """Serves `Push` on a decode worker. Requests are parsed here, because generated code would copy every payload."""
-
-    def __init__(self, receiver: KVReceiver) -> None:
-        self._receiver = receiver
-
-    def register(self, server: grpc.aio.Server) -> None:
-        """Add the service to `server`. Replaces the generated `add_KvTransferServicer_to_server`."""
-        push = grpc.stream_stream_rpc_method_handler(self._push, request_from_bytes, reply_to_bytes)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Push": push}),))
-
-    def _push(
-        self, requests: AsyncIterator[SenderMessage], _: grpc.aio.ServicerContext
-    ) -> AsyncIterator[ReceiverMessage]:
-        return self._receiver.push(requests)

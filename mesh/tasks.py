@@ -1,6 +1,6 @@
 """asyncio tasks: delays between attempts, cancellation that a library hides, tasks that succeed or fail as one, the end
-of tasks, and waiting: for an event within a time, for a thread or a coroutine even when cancelled. `call_on` reaches
-a loop from another thread.
+of tasks, and waiting: for an event within a time, for a thread or a coroutine even when cancelled. `spawn` keeps tasks
+that nobody awaits, `call_on` reaches a loop from another thread.
 """
 
 import asyncio
@@ -52,6 +52,14 @@ def require_not_cancelled() -> None:
     """
     if asyncio.current_task() is not None and is_cancelled():
         raise asyncio.CancelledError
+
+
+def spawn(running: "set[asyncio.Task[T]]", coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Run a coroutine as a task, which is in `running` until it has ended: asyncio would let it be collected before."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+    running.add(task)
+    task.add_done_callback(running.discard)
+    return task
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from mesh.settings import setting
-from worker.settings import WorkerSettings, require_positive
+from mesh.settings import require_at_least, setting
+from worker.settings import WorkerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class PrefillSettings(WorkerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "max_batch_prefill_tokens", "max_num_prompts")
+        require_at_least(self, 1, "max_batch_prefill_tokens", "max_num_prompts")
 
     @property
     def prompts_at_once(self) -> int:

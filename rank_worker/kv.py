@@ -13,7 +13,6 @@ from kvtransfer import (
     ExpectedTransfer,
     KVReceiver,
     KVSender,
-    KvTransferServicer,
     OutgoingTransfer,
     ReceiverCallbacks,
     TransferSettings,
@@ -23,6 +22,7 @@ from mesh import wire
 from mesh.domain.errors import MeshError, TransferFailed, WorkerLost
 from mesh.domain.kv import Span
 from mesh.rpc.server import Listen, Server
+from mesh.tasks import spawn
 from mesh.v1 import rank_pb2
 from rank_worker.settings import RankSettings
 from tandem.v1.sampling_pb2 import SampledToken
@@ -101,7 +101,7 @@ class RankKV:
         self._receiver = KVReceiver(self._cache, setup.incarnation, callbacks, settings)
         host = self._settings.kv_host or self._host
         self._server = Server(Listen(host, 0, credentials.key, tls=credentials.tls))
-        KvTransferServicer(self._receiver).register(self._server.grpc)
+        self._receiver.add_to(self._server.grpc)
         await self._server.start([SERVICE_NAME])
         log.info("taking KV", address=self._server.address)
         return rank_pb2.KvReport(port=self._server.port)
@@ -175,9 +175,7 @@ class RankKV:
         return next(transfer.outcome for transfer in self._expected.values() if transfer.transfer_id == transfer_id)
 
     def _spawn(self, number: int, coroutine: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
-        task = asyncio.create_task(self._run(number, coroutine))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        spawn(self._tasks, self._run(number, coroutine))
 
     async def _run(self, number: int, coroutine: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
         try:

@@ -27,7 +27,7 @@ from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, Sequen
 from router.admission.fair_queue import QueueEntry
 from router.tenants import Tenant
 from router.text.chat import ChatPrompt
-from router.text.text_stream import TextRules, TextStream
+from router.text.text_stream import TextStream
 from router.text.tokenizer import Tokenizer
 from router.timeline import Timeline, Timing
 from router.validation import ValidRequest
@@ -238,7 +238,15 @@ class Choice:
         self._order = TokenOrder(max_early=self._max_new_tokens + 1)
         self._tokenizer = tokenizer
         self._begins_text = _begins_text(valid)
-        self._text = TextStream(tokenizer, _text_rules(valid), () if self._begins_text else valid.prompt_ids)
+        self._text = TextStream(
+            tokenizer,
+            () if self._begins_text else valid.prompt_ids,
+            stop=valid.sampling.stop,
+            include_stop=valid.params.include_stop,
+            min_tokens=valid.sampling.min_new_tokens,
+            skip_special_tokens=valid.params.skip_special_tokens,
+            spaces_between_special_tokens=valid.params.spaces_between_special_tokens,
+        )
         self._with_bytes = valid.params.own_bytes
         self._pending: list[TokenEvent] = []
         self._logprob_sum = 0.0
@@ -387,14 +395,3 @@ def _begins_text(valid: ValidRequest) -> bool:
     prompt = valid.params.prompt
     is_turn = isinstance(prompt, ChatPrompt) and not prompt.how.continues_final
     return is_turn or bool(valid.decoder_prompt)
-
-
-def _text_rules(valid: ValidRequest) -> TextRules:
-    """Return the rules by which tokens become the client's text."""
-    return TextRules(
-        valid.sampling.stop,
-        valid.params.include_stop,
-        valid.sampling.min_new_tokens,
-        valid.params.skip_special_tokens,
-        valid.params.spaces_between_special_tokens,
-    )

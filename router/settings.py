@@ -8,7 +8,7 @@ from checkpoint.source import split_models
 from mesh.domain.errors import ConfigurationError
 from mesh.public_tls import PublicTlsSettings, Renewed
 from mesh.rpc.credentials import TlsIdentity
-from mesh.settings import setting
+from mesh.settings import require_above_zero, require_at_least, setting
 from router.tenants import TRIAL, KeysFile
 
 _COUNTS = (
@@ -121,17 +121,9 @@ class RouterSettings(ModelSettings, PublicTlsSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"{name} must be >= 1, got {value}")
-        for name in _DURATIONS:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigurationError(f"{name} must be > 0, got {value:g}")
-        for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{name} must be >= 0, got {getattr(self, name)}")
+        require_at_least(self, 1, *_COUNTS)
+        require_above_zero(self, *_DURATIONS)
+        require_at_least(self, 0, *_NOT_NEGATIVE)
         if self.generation_config not in ("auto", "none"):
             raise ConfigurationError(f"generation_config must be auto or none, got {self.generation_config!r}")
         if self.max_input_length is not None and self.max_total_tokens is not None:

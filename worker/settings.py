@@ -28,7 +28,7 @@ from mesh.domain.host import host_and_port, is_loopback, is_unspecified, parse_c
 from mesh.domain.kv import Degrees
 from mesh.rpc.credentials import require_trusted_fabric
 from mesh.rpc.server import Listen
-from mesh.settings import setting
+from mesh.settings import require_at_least, setting
 
 log = structlog.get_logger(__name__)
 
@@ -44,20 +44,6 @@ KV_TRANSPORTS = MappingProxyType(
 The names are not imported from kvtransfer, because its import would take long in every program that reads settings."""
 DEFAULT_KV_TRANSPORTS = "shm,grpc"
 _LISTENING_EVERYWHERE = frozenset({"nixl", "mooncake"})
-
-
-def require_positive(settings: object, *names: str) -> None:
-    """Raise ConfigurationError if one of these settings is less than 1."""
-    for name in names:
-        if getattr(settings, name) < 1:
-            raise ConfigurationError(f"{name} must be >= 1, got {getattr(settings, name)}")
-
-
-def require_not_negative(settings: object, *names: str) -> None:
-    """Raise ConfigurationError if one of these settings is negative or NaN."""
-    for name in names:
-        if not getattr(settings, name) >= 0:
-            raise ConfigurationError(f"{name} must be >= 0, got {getattr(settings, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,13 +186,13 @@ class WorkerSettings(ModelSettings):
         for name in ("stall_after_s", "model_loading_timeout", "rank_timeout_s"):
             if (seconds := getattr(self, name)) is not None and not seconds > 0:
                 raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
-        require_positive(self, "block_size", "layers_per_group", "max_lora_rank")
+        require_at_least(self, 1, "block_size", "layers_per_group", "max_lora_rank")
         find_adapters(self.adapter)
         self.degrees()
         if self.rank_memory not in RANK_MEMORIES:
             raise ConfigurationError(f"rank_memory must be {', '.join(RANK_MEMORIES)}, got {self.rank_memory!r}")
         self._check_rank_listen()
-        require_not_negative(self, *_NOT_NEGATIVE)
+        require_at_least(self, 0, *_NOT_NEGATIVE)
         self._check_kv_disk()
         self._check_transports()
         self.kv_memory()

@@ -1,5 +1,5 @@
-"""Transports keep some things for a peer between transfers, such as a process group or a mapped arena, and avoid some
-peers for a while. No I/O.
+"""Senders and receivers keep some things for a peer between transfers, such as a gRPC channel, a process group or a
+mapped arena, and transports avoid some peers for a while. No I/O.
 """
 
 import asyncio
@@ -35,13 +35,14 @@ class _Entry(Generic[K]):
 
 
 class KeptPool(Generic[K, R]):
-    """At most `max_resources` resources, for use on one event loop; at most one of them is current for a key.
+    """At most `max_resources` resources (None: any number), for use on one event loop; at most one of them is current
+    for a key.
 
     A retired or broken resource gets no new users and is closed when its last user leaves. Other resources are kept for
     `idle_s` without users, or until their place is needed.
     """
 
-    def __init__(self, max_resources: int, idle_s: float) -> None:
+    def __init__(self, max_resources: int | None, idle_s: float) -> None:
         self._max_resources = max_resources
         self._idle_s = idle_s
         self._current: dict[K, R] = {}
@@ -67,7 +68,7 @@ class KeptPool(Generic[K, R]):
         old = self._current.get(key)
         if old is not None:
             self.retire(old)
-        if len(self._entries) >= self._max_resources:
+        if self._max_resources is not None and len(self._entries) >= self._max_resources:
             unused = next((resource for resource, entry in self._entries.items() if not entry.num_users), None)
             if unused is None:
                 return None

@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable
 
 from mesh.domain.errors import MeshError, WorkerLost
 from mesh.rpc.status import details_of, named_error
-from mesh.tasks import call_on
+from mesh.tasks import call_on, spawn
 
 _HEAD = struct.Struct("<QB")
 _MESSAGE, _END = 0, 1
@@ -281,9 +281,7 @@ class Link:
         if call is None and kind == _MESSAGE and self._serve is not None and number > self._num_opened:
             self._num_opened = number
             call = self._calls[number] = Call(self, number)
-            task = self._loop.create_task(self._run(call, self._serve))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            spawn(self._tasks, self._run(call, self._serve))
             self._look = self._look or self._loop.call_later(_HANGS_AFTER_S, self._look_at_reader)
         if call is None:  # it is over on this side
             return

@@ -81,27 +81,29 @@ class StopMatcher:
         return longest
 
 
-@dataclass(frozen=True, slots=True)
-class TextRules:
-    """How tokens become text. Stop strings count if they are complete behind the first `min_tokens`, as in vLLM."""
-
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    min_tokens: int = 0
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-
-
 class TextStream:
-    """All stages for one choice, whose text continues that of the tokens `before`. `stopped` is True once a stop string
-    has matched. `added` is what the last token has added to the text in which stop strings are looked for.
+    """All stages for one choice, whose text continues that of the tokens `before`. Stop strings count if they are
+    complete behind the first `min_tokens`, as in vLLM. `stopped` is True once one has matched. `added` is what the last
+    token has added to the text in which stop strings are looked for.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rules: TextRules, before: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        before: Sequence[int] = (),
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._rules = rules
+        self._min_tokens = min_tokens
+        self._skips_special = skip_special_tokens
+        self._spaces_special = spaces_between_special_tokens
         self._detokenizer = tokenizer.detokenizer(before)
-        self._matcher = StopMatcher(rules.stop, keep=rules.include_stop)
+        self._matcher = StopMatcher(stop, keep=include_stop)
         self._num_tokens = 0
         self._after_special = False
         self.added = ""
@@ -122,7 +124,7 @@ class TextStream:
         return text if self.stopped else text + self._matcher.flush()
 
     def _match(self, text: str) -> str:
-        text, self.stopped = self._matcher.push(text, may_stop=self._num_tokens > self._rules.min_tokens)
+        text, self.stopped = self._matcher.push(text, may_stop=self._num_tokens > self._min_tokens)
         return text
 
     def _plain(self, token_id: int) -> str:
@@ -130,10 +132,10 @@ class TextStream:
         return self._detokenizer.push(token_id)
 
     def _special(self, token_id: int) -> str:
-        if self._rules.skip_special_tokens:
+        if self._skips_special:
             return ""
         text = self._detokenizer.push(token_id)  # always: the text of later tokens depends on it
-        if self._after_special and not self._rules.spaces_between_special_tokens:
+        if self._after_special and not self._spaces_special:
             text = self._tokenizer.text_of(token_id)
         self._after_special = True
         return text

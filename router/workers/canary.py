@@ -18,7 +18,7 @@ import structlog
 from mesh.domain.cache_hints import CacheHints, KeepPriority
 from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerBusy, WorkerLost
 from mesh.domain.request import SamplingParams, mint_id
-from mesh.tasks import cancel_all, set_within
+from mesh.tasks import cancel_all, set_within, spawn
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement
 from router.attempt import Attempt, AttemptTimeouts
@@ -84,9 +84,7 @@ class CanaryRunner:
                 self._in_flight.follow(self._mesh.views())
                 usable = self._mesh.usable()
                 for canary in self._health.start_due(usable):
-                    task = asyncio.create_task(self._try(canary))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    spawn(self._tasks, self._try(canary))
                 await set_within(self._woken, self._health.next_due_s(usable))
         finally:
             await cancel_all(self._tasks)

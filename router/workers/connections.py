@@ -15,7 +15,7 @@ from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
 from mesh.rpc.status import error_from_rpc
-from mesh.tasks import is_cancelled
+from mesh.tasks import is_cancelled, spawn
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.membership import Membership
 
@@ -54,9 +54,7 @@ class Channels:
         """Close the channels of workers that are gone or unknown."""
         alive = {v.info.incarnation for v in self._membership.views() if not v.state.is_gone}
         for incarnation in self._channels.keys() - alive:
-            task = asyncio.get_running_loop().create_task(self._channels.pop(incarnation).close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            spawn(self._closing, self._channels.pop(incarnation).close())
 
     async def close(self) -> None:
         for channel in self._channels.values():

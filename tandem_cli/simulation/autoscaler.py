@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mesh.domain.worker import WorkerRole
-from mesh.tasks import cancel_all
+from mesh.tasks import cancel_all, spawn
 from router.advice import Action
 from tandem_cli.simulation.mesh import SimulatedMesh
 from tandem_cli.simulation.observed import Observed
@@ -92,9 +92,7 @@ class Autoscaler:
         for _ in range(min(len(starting), len(serving) + len(starting) - count)):
             starting.pop().cancel()
         for worker in serving[count:]:
-            ending = asyncio.create_task(self._mesh.retire(worker, self._limits.drain_s))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            spawn(self._ending, self._mesh.retire(worker, self._limits.drain_s))
 
     def _serving(self, role: WorkerRole) -> list[ModelledWorker]:
         return [worker for worker in self._mesh.of_role(role) if not worker.is_draining]

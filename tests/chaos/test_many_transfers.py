@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer import SERVICE_NAME, ExpectedTransfer, KvTransferServicer
+from kvtransfer import SERVICE_NAME, ExpectedTransfer
 from mesh.domain.errors import MeshError
 from mesh.rpc.server import Listen, Server
 from tests.evidence import Evidence
@@ -98,7 +98,7 @@ class Servers:
     async def start(self) -> None:
         self._server = Server(Listen("127.0.0.1", self._port, KEY))
         self._port = self._server.port
-        KvTransferServicer(self._pair.receiver).register(self._server.grpc)
+        self._pair.receiver.add_to(self._server.grpc)
         await self._server.start([SERVICE_NAME])
 
     async def stop(self) -> None:

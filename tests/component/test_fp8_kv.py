@@ -15,7 +15,7 @@ from engine.memory import DeviceMemory
 from engine.models.read_config import load_config
 from engine.runner_settings import RunnerSettings
 from engine.settings import KVMemorySettings
-from kvtransfer import ExpectedTransfer, KVReceiver, KVSender, KvTransferServicer, TransferSettings, TransferSpec
+from kvtransfer import ExpectedTransfer, KVReceiver, KVSender, TransferSettings, TransferSpec
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.domain.kv import Degrees, Span
 from mesh.rpc.credentials import Credentials
@@ -99,7 +99,7 @@ async def test_a_sent_prompt_continues_as_if_it_had_stayed(
     from_blocks, to_blocks = (tuple(run.sequence.block_table[entry] for entry in sent) for run in (whole, moved))
     limits, outcomes = TransferSettings(transports=(transport,), shm_dir=str(tmp_path)), Outcomes()
     receiver = KVReceiver(target, INCARNATION, outcomes.callbacks(), limits)
-    async with serving(KvTransferServicer(receiver)) as server:
+    async with serving(receiver) as server:
         sender = KVSender(source, "prefill-0", Credentials(KEY), limits)
         receiver.expect(ExpectedTransfer("t", 1, to_blocks, 0, len(prompt)))
         transfer = sender.open(TransferSpec("t", 1, server.address, INCARNATION, from_blocks, source.layout.whole))

@@ -12,7 +12,7 @@ import torch
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.sequence import SequenceState
-from kvtransfer import ExpectedTransfer, KVReceiver, KVSender, KvTransferServicer, TransferSettings, TransferSpec
+from kvtransfer import ExpectedTransfer, KVReceiver, KVSender, TransferSettings, TransferSpec
 from mesh.domain.kv import KVSpan, Span
 from mesh.rpc.credentials import Credentials
 from tests.component.arms import load_arm
@@ -145,7 +145,7 @@ async def test_a_sender_and_a_receiver_on_gpus(tmp_path: Path, transport: str) -
     )
     outcomes = Outcomes()
     receiver = KVReceiver(target, INCARNATION, outcomes.callbacks(), limits)
-    async with serving(KvTransferServicer(receiver)) as server:
+    async with serving(receiver) as server:
         sender = KVSender(source, "prefill-0", Credentials(KEY), limits)
         for number, (blocks, to_blocks) in enumerate(
             [((3, 0, 4), (1, 2, 0)), ((1, 2), (4, 3)), ((0, 4, 3), (2, 0, 1))]

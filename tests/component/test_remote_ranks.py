@@ -40,7 +40,6 @@ from kvtransfer import (
     ExpectedTransfer,
     KVReceiver,
     KVSender,
-    KvTransferServicer,
     RankedReceiver,
     RankedSender,
     TransferSpec,
@@ -175,7 +174,7 @@ class MovingKV:
         )
         sender = RankedSender(KVSender(source, "w", self._credentials, GRPC_ONLY), senders)
         server = Server(Listen("127.0.0.1", 0, MeshKey(KEY), tls=self._credentials.tls))
-        KvTransferServicer(receiver.own).register(server.grpc)
+        receiver.own.add_to(server.grpc)
         await server.start([SERVICE_NAME])
         try:
             await receiver.expect(ExpectedTransfer(transfer_id, 1, block_ids, 0, num_tokens))

@@ -20,7 +20,6 @@ from kvtransfer import (
     ExpectedTransfer,
     KVReceiver,
     KVSender,
-    KvTransferServicer,
     TransferResult,
     TransferSettings,
     TransferSpec,
@@ -367,7 +366,7 @@ async def test_receiver_goes_away_mid_transfer(pair: Pair) -> None:
 async def test_a_receiver_that_hangs_leaves_memory_for_others(tmp_path: Path) -> None:
     pair, target = Pair(tmp_path, "shm", receiver_chunks=2, progress_timeout_s=WAIT_S), FakeKVStore()
     other = KVReceiver(target, INCARNATION, Outcomes().callbacks(), pair.settings)
-    async with pair.running(), serving(KvTransferServicer(other)) as server:
+    async with pair.running(), serving(other) as server:
         (arena,) = pair.transports
         assert isinstance(arena, ShmSendTransport)
         pair.target.writing.close()

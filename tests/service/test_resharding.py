@@ -14,7 +14,6 @@ from kvtransfer import (
     ExpectedTransfer,
     KVReceiver,
     KVSender,
-    KvTransferServicer,
     Outgoing,
     RankedReceiver,
     RankedSender,
@@ -132,7 +131,7 @@ async def workers(
     )
     sender = RankedSender(own, sending)
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(serving(KvTransferServicer(receiver.own)))
+        server = await stack.enter_async_context(serving(receiver.own))
         stack.push_async_callback(receiver.close)
         stack.push_async_callback(sender.close)
         endpoints = [KVEndpoint(server.address, targets[0].span)]

@@ -17,7 +17,6 @@ from kvtransfer import (
     ExpectedTransfer,
     KVReceiver,
     KVSender,
-    KvTransferServicer,
     OutgoingTransfer,
     TransferSettings,
     TransferSpec,
@@ -69,8 +68,8 @@ async def until(event: threading.Event) -> None:
 @asynccontextmanager
 async def serving(servicer: Any, key: MeshKey = KEY) -> AsyncIterator[Server]:
     server = Server(Listen("127.0.0.1", 0, key))
-    if isinstance(servicer, KvTransferServicer):
-        servicer.register(server.grpc)
+    if isinstance(servicer, KVReceiver):
+        servicer.add_to(server.grpc)
     else:
         kvtransfer_pb2_grpc.add_KvTransferServicer_to_server(servicer, server.grpc)
     await server.start([SERVICE_NAME])
@@ -102,7 +101,7 @@ class Pair:
         self, *, receive: TransferSettings | None = None, key: MeshKey | None = KEY
     ) -> AsyncIterator["Pair"]:
         self.receiver = KVReceiver(self.target, INCARNATION, self.outcomes.callbacks(), receive or self.settings)
-        async with serving(KvTransferServicer(self.receiver)) as self.server:
+        async with serving(self.receiver) as self.server:
             self.transports = open_send_transports(self.settings, TINY.layer_block_bytes)
             self.sender = KVSender(self.source, "prefill-0", Credentials(key), self.settings, self.transports)
             assert self.source.num_pinned == sum(transport.memory() is not None for transport in self.transports)

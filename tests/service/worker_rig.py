@@ -16,7 +16,6 @@ from engine.speculation.speculator import Speculator
 from kvtransfer import (
     KVReceiver,
     KVSender,
-    KvTransferServicer,
     RankedReceiver,
     RankedSender,
     ReceiverCallbacks,
@@ -161,7 +160,7 @@ async def worker_rig(
         prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(prefill_service), prefill_server.grpc)
         decode_server = Server(Listen("127.0.0.1", 0, MESH_KEY, tls=tls))
         decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(decode_service, INCARNATION), decode_server.grpc)
-        KvTransferServicer(receiver.own).register(decode_server.grpc)
+        receiver.own.add_to(decode_server.grpc)
         for engine in (prefill_engine, decode_engine):
             engine.start()
             stack.push_async_callback(engine.stop)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as NativeTokenizer
 
-from router.text.text_stream import StopMatcher, TextRules, TextStream
+from router.text.text_stream import StopMatcher, TextStream
 from router.text.tokenizer import Detokenizer, Tokenizer
 from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer, write_checkpoint
 from tests.fakes.tokenizers import write_gpt2, write_llama
@@ -92,7 +92,7 @@ def test_an_answer_continues_the_text_of_its_prompt(ids: list[int], cut: int) ->
     expected = tokenizer.decode(ids)
     if "\ufffd" in expected or "\ufffd" in tokenizer.decode(before):
         return  # a character is cut in two
-    stream = TextStream(tokenizer, TextRules(), before)
+    stream = TextStream(tokenizer, before)
     assert tokenizer.decode(before) + "".join(map(stream.push, after)) + stream.flush() == expected
 
 
@@ -132,7 +132,7 @@ def test_the_bytes_of_a_token_may_be_those_of_half_a_character() -> None:
 def test_the_bytes_of_a_token_are_its_own_behind_bytes_that_are_no_character(ids: list[int]) -> None:
     """The text that such bytes show as comes with the token behind them."""
     tokenizer = byte_fallback()
-    stream = TextStream(tokenizer, TextRules(), before=[261])
+    stream = TextStream(tokenizer, before=[261])
     for token_id in ids:
         stream.push(token_id)
         own = bytes([token_id - 1]) if token_id <= 256 else tokenizer.text_of(token_id).encode()
@@ -263,7 +263,7 @@ def test_only_what_may_become_a_stop_string_is_held(pieces: list[str]) -> None:
 def test_text_stream_over_tokens(text: str, stops: list[str], shown: str) -> None:
     tokenizer = byte_level()
     for ids in (tokenizer.encode(text, add_special_tokens=False), byte_ids(text, tokenizer)):
-        stream = TextStream(tokenizer, TextRules(tuple(stops)))
+        stream = TextStream(tokenizer, stop=stops)
         out = ""
         for id_ in ids:
             out += stream.push(id_)
@@ -275,7 +275,7 @@ def test_text_stream_over_tokens(text: str, stops: list[str], shown: str) -> Non
 
 def test_a_stop_string_may_be_completed_by_the_flush() -> None:
     tokenizer = byte_level()
-    stream = TextStream(tokenizer, TextRules(("x�",)))
+    stream = TextStream(tokenizer, stop=("x�",))
     ids = byte_ids("x", tokenizer) + byte_ids("😀", tokenizer)[:2]
     shown = "".join(stream.push(id_) for id_ in ids) + stream.flush()
     assert stream.stopped
@@ -283,7 +283,7 @@ def test_a_stop_string_may_be_completed_by_the_flush() -> None:
 
 
 def shown_by(ids: list[int], tokenizer: Tokenizer, before: Sequence[int] = (), **rules: Any) -> str:
-    stream = TextStream(tokenizer, TextRules(**rules), before)
+    stream = TextStream(tokenizer, before, **rules)
     out = ""
     for id_ in ids:
         out += stream.push(id_)

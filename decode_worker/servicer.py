@@ -30,6 +30,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         try:
             async for event in session.events():
                 yield event_to_proto(event)
+            if commands.done():
+                commands.result()  # a command that cannot be read, or an error of ours, is no end in order
             yield decode_pb2.AttachResponse(ended=decode_pb2.AttachEnded())
             await commands  # the router ends them when it has read everything
         finally:

@@ -19,7 +19,7 @@ from tests.defects import Repaired
 from tests.fakes.requests import make_request
 from tests.fakes.runner import fake_continuation, fake_token
 from tests.service.fake_router import fake_router
-from tests.service.worker_rig import MESH_KEY, EngineRig, until, worker_rig
+from tests.service.worker_rig import INCARNATION, MESH_KEY, EngineRig, until, worker_rig
 
 
 @pytest.mark.parametrize("transport", ["grpc", "shm"])
@@ -217,6 +217,22 @@ async def test_strangers_and_former_selves_are_refused() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call.read()
             assert refused.value.code() is code
+
+
+async def test_a_stream_that_a_bad_command_breaks_has_no_end_in_order() -> None:
+    """At such an end a router takes the worker for one that drains, and logs nothing."""
+    hello = decode_pb2.AttachHello(router_id="r", worker_incarnation=INCARNATION)
+    async with worker_rig() as rig, open_channel(rig.decode_address) as channel:
+        attach = channel.stream_stream("/mesh.v1.Decode/Attach", None, decode_pb2.AttachResponse.FromString)
+        call = attach(metadata=MESH_KEY.metadata())
+        await call.write(decode_pb2.AttachRequest(hello=hello).SerializeToString())
+        events = [(await call.read()).WhichOneof("event")]
+        await call.write(b"no command")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while (event := await call.read()) is not grpc.aio.EOF:
+                events.append(event.WhichOneof("event"))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert events == ["welcome"]
 
 
 async def test_dead_engine_is_reported() -> None:

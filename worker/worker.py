@@ -79,6 +79,7 @@ class Worker:
                 announce("switching", role=next_role.value)
                 await _free_port(self._settings.host, self._settings.port)
                 self._open(self._roles[next_role])
+            stopped.result()  # it may have failed, as on a stdin that cannot be followed
         finally:
             stopped.cancel()
             await self._engine.stop()

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -253,3 +253,26 @@ async def _until_roles(running: Mesh, wanted: dict[str, int]) -> dict[str, str]:
         return {each.worker_id: each.role for each in await running.client.workers() if each.serving}
 
     return await until_told(roles, lambda now: Counter(now.values()) == wanted)
+
+
+@pytest.fixture
+def stdin_that_cannot_be_followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stdin that epoll cannot watch."""
+    with open("/dev/null") as null:
+        monkeypatch.setattr("sys.stdin", null)
+        yield
+
+
+@pytest.mark.usefixtures("stdin_that_cannot_be_followed")
+async def test_a_worker_that_cannot_follow_its_stdin_does_not_end_in_order(model_dir: Path) -> None:
+    settings = SwitchableSettings(
+        model=str(model_dir),
+        device="cpu",
+        num_threads=1,
+        kv_cache_bytes=2**23,
+        enforce_eager=True,
+        registry_address="127.0.0.1:1",
+        follow_stdin=True,
+    )
+    with pytest.raises(PermissionError):
+        await switchable_worker.__main__.serve(settings, load_model_runner)

@@ -18,7 +18,9 @@ from mesh.domain.tokens import FinishReason, PromptLogprob, SequenceKey
 
 
 class BlockPayloads(dict[BlockHash, bytes]):
-    """KV of blocks, whole as `KVCache.read_blocks` gives it, by hash."""
+    """KV of blocks, whole as `KVCache.read_blocks` gives it, by hash. Unlike those of a dict, its end can be noticed
+    (weakref.finalize): the memory is counted until then.
+    """
 
 
 class SequenceStatus(Enum):

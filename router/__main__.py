@@ -160,7 +160,7 @@ class RouterProcess:
     def _serving_beside(self, info: WorkerInfo) -> frozenset[str]:
         """Incarnations of the workers of this role and model that get requests."""
         mesh = next(router.mesh for router in self.model_routers if router.model.name == info.model)
-        return frozenset(view.info.incarnation for view in mesh.snapshot().roster(info.role).views)
+        return mesh.serving(info.role)
 
     def _has_workers(self, model: str) -> bool:
         return any(router.mesh.has_path for router in self.model_routers if router.model.name == model)

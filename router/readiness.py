@@ -90,4 +90,4 @@ class Readiness:
         )
 
     def _num_serving(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
-        return sum(mesh.num_serving(role, with_transfers=with_transfers) for mesh in self._meshes)
+        return sum(len(mesh.serving(role, with_transfers=with_transfers)) for mesh in self._meshes)

@@ -277,7 +277,8 @@ class ModelService:
         span = ChoiceSpan(valid.params.trace_headers, choice.request_id, age_s=timeline.age_s)
         choice.traceparent = span.traceparent
         error: str | None = None
-        self._count_start()
+        self._num_running += 1
+        self._forecast.service.begin()
         self._journal.began(choice, timeline)
         try:
             await self._dispatcher.run(choice, timeline, valid.queue_entry.deadline_s)
@@ -286,7 +287,10 @@ class ModelService:
                 error = choice.ended_by or type(failure).__name__
             raise
         finally:
-            self._count_end()
+            self._num_running -= 1
+            self._forecast.service.did(1)
+            if not self._num_running:
+                self._forecast.service.end()
             timeline.mark("finished")
             span.end(self._journal.ended(choice, timeline, error))
             log.info(
@@ -304,13 +308,3 @@ class ModelService:
                 trace_id=span.trace_id,
                 **timeline.as_fields(),
             )
-
-    def _count_start(self) -> None:
-        self._num_running += 1
-        self._forecast.service.begin()
-
-    def _count_end(self) -> None:
-        self._num_running -= 1
-        self._forecast.service.did(1)
-        if not self._num_running:
-            self._forecast.service.end()

@@ -80,9 +80,9 @@ class CanaryRunner:
         try:
             while True:
                 self._woken.clear()
-                self._health.follow(self._mesh.workers())
-                self._in_flight.follow(self._mesh.views())
-                usable = self._mesh.usable()
+                views, usable = self._mesh.views(), self._mesh.usable()
+                self._health.follow(view.info for view in views)
+                self._in_flight.follow(views)
                 for canary in self._health.start_due(usable):
                     spawn(self._tasks, self._try(canary))
                 await set_within(self._woken, self._health.next_due_s(usable))

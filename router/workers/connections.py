@@ -19,7 +19,7 @@ from mesh.tasks import is_cancelled, spawn
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.membership import Membership
 
-_DRAIN_TIMEOUT_S = 5.0
+_ORDER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class WorkerControl:
                 "python -m switchable_worker"
             )
         # A worker that has just agreed is in the table as before until its next heartbeat.
-        oldest_s = asyncio.get_running_loop().time() - _DRAIN_TIMEOUT_S
+        oldest_s = asyncio.get_running_loop().time() - _ORDER_TIMEOUT_S
         self._leaving_s = {name: at_s for name, at_s in self._leaving_s.items() if at_s > oldest_s}
         if not self._serving(info) - {info.incarnation} - self._leaving_s.keys():
             raise InvalidRequest(
@@ -128,7 +128,7 @@ class WorkerControl:
     async def _ask(self, info: WorkerInfo, method: str, request: Message) -> None:
         call = getattr(worker_pb2_grpc.WorkerStub(self._channels.get(info)), method)
         try:
-            await call(request, timeout=_DRAIN_TIMEOUT_S, metadata=self._identity.metadata)
+            await call(request, timeout=_ORDER_TIMEOUT_S, metadata=self._identity.metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
 

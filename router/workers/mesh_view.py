@@ -96,24 +96,17 @@ class MeshView:
             router_id=self._router_id,
         )
 
-    def num_serving(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
-        """Count workers that get clients' requests; `with_transfers` leaves out decode workers that must prefill."""
-        snapshot = self.snapshot()
-        excluded = snapshot.local_only if with_transfers else frozenset()
-        return sum(view.info.incarnation not in excluded for view in snapshot.roster(role).views)
-
     def views(self) -> list[WorkerView]:
         """All known workers of the model with their load, lost ones included."""
         return [view for view in self._membership.views() if view.info.model == self._model.name]
 
-    def serving(self) -> frozenset[str]:
-        """Incarnations of workers that get clients' requests."""
-        snapshot = self.snapshot()
-        return frozenset(view.info.incarnation for role in WorkerRole for view in snapshot.roster(role).views)
-
-    def workers(self) -> list[WorkerInfo]:
-        """All known workers of the model, lost ones included."""
-        return [view.info for view in self.views()]
+    def serving(self, role: WorkerRole | None = None, *, with_transfers: bool = False) -> frozenset[str]:
+        """Incarnations of workers that get clients' requests, in this role or in any. `with_transfers` leaves out
+        decode workers that must prefill.
+        """
+        snapshot, roles = self.snapshot(), WorkerRole if role is None else (role,)
+        serving = frozenset(view.info.incarnation for each in roles for view in snapshot.roster(each).views)
+        return serving - snapshot.local_only if with_transfers else serving
 
     def usable(self) -> list[WorkerInfo]:
         """Workers that may get requests once a canary has proven them."""

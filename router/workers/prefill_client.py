@@ -84,16 +84,18 @@ class PrefillClient:
         status = _status_of_grpc(error)
         if status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # which it would be for any worker
             return AttemptsFailed(f"a message about the prompt is too large: {error}")
-        is_closed = isinstance(error, WorkerLost) and not isinstance(error.__cause__, grpc.aio.AioRpcError)
-        if is_closed or status is grpc.StatusCode.UNAVAILABLE:
-            self._membership.lose(worker)
-            return error
-        is_internal = isinstance(error, WorkerLost)
-        if isinstance(error, Replayable | InvalidRequest | ModelFailed) and not is_internal:
+        if isinstance(error, WorkerLost):
+            is_closed = not isinstance(error.__cause__, grpc.aio.AioRpcError)  # the channel, or by the worker
+            if is_closed or status is grpc.StatusCode.UNAVAILABLE:
+                self._membership.lose(worker)
+                return error
+        elif isinstance(error, Replayable | InvalidRequest | ModelFailed):
             return error
         log.warning("prefill failed", worker=worker.worker_id, error=str(error), kind=type(error).__name__)
+        if isinstance(error, WorkerLost):  # an internal error of the worker
+            return error
         # An error about settings or the timeout may be due to either end, and is not the client's fault: replay.
-        return error if is_internal else TransferFailed(f"the prefill worker ended the call: {error}")
+        return TransferFailed(f"the prefill worker ended the call: {error}")
 
 
 def _status_of_grpc(error: MeshError) -> grpc.StatusCode | None:

@@ -47,7 +47,7 @@ class ByAdvice:
     def decide(self, at_s: float, present: Count) -> Count:
         target_counts = dict(present)
         for advice in self._mesh.router.adviser.advice:
-            if self._mesh.router.mesh.num_serving(advice.role) == present[advice.role]:
+            if len(self._mesh.router.mesh.serving(advice.role)) == present[advice.role]:
                 target_counts[advice.role] += 1 if advice.action is Action.ADD else -1
         limits = self._limits
         return {role: min(max(count, limits.min_workers), limits.max_workers) for role, count in target_counts.items()}

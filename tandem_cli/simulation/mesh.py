@@ -168,7 +168,7 @@ class SimulatedMesh:
         while True:
             await asyncio.sleep(_POLL_S)
             with_transfers = bool(self._prefills.workers)
-            num_serving = [view.num_serving(role, with_transfers=with_transfers) for role in WorkerRole]
+            num_serving = [len(view.serving(role, with_transfers=with_transfers)) for role in WorkerRole]
             if num_serving == [len(self.of_role(role)) for role in WorkerRole]:
                 return
 

@@ -342,6 +342,6 @@ async def test_canaries_keep_no_figures_of_workers_that_are_gone(make_mesh: Any)
     await mesh.decode()
     for run in range(3):
         await mesh.prefill(incarnation=f"prefill-0-{run}")
-    known = {info.incarnation for info in mesh.model.mesh.workers()}
+    known = {view.info.incarnation for view in mesh.model.mesh.views()}
     figures = mesh.model._canaries._in_flight
     await mesh.until(lambda: figures.transfers().keys() <= known)

@@ -35,7 +35,7 @@ async def add(mesh: Mesh, model: str, **changes: Any) -> FakeDecodeWorker:
 async def test_requests_go_to_the_model_they_name(pair: Mesh) -> None:
     a, b = await add(pair, "a"), await add(pair, "b")
     prefill = await pair.add(FakePrefillWorker, "b-prefill-0", model="b")
-    await pair.until(lambda: pair.router.model_routers[1].mesh.num_serving(prefill.role) == 1)
+    await pair.until(lambda: pair.router.model_routers[1].mesh.serving(prefill.role))
     for model, worker, other in (("a", a, b), ("b", b, a)):
         before = len(other.started.items)
         result = await pair.generate(prompt="hello", model=model, max_new_tokens=3)

@@ -142,7 +142,7 @@ async def test_prompts_are_handed_over_within_a_revision_only(model_dir: Path) -
         for name, router in zip(("v1", "v2"), mesh.router.model_routers, strict=True):
             await add(mesh, name)
             prefills[name] = await mesh.add(FakePrefillWorker, f"{name}-prefill-0", model=name)
-            await mesh.until(lambda router=router: router.mesh.num_serving(prefills["v1"].role) == 1)
+            await mesh.until(lambda router=router: router.mesh.serving(prefills["v1"].role))
             await mesh.until(lambda router=router: not router.mesh.snapshot().local_only)
         counts = await answering(mesh, 40)
         for name, prefill in prefills.items():

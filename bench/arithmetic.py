@@ -15,8 +15,7 @@ import numba
 from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.amx import configure_amx, release_amx
-from engine.kernels.cpu.compiler import (
+from engine.kernels.cpu.compilation.emitter import (
     INT8,
     INT32,
     VOID,
@@ -32,6 +31,7 @@ from engine.kernels.cpu.compiler import (
     emitted,
 )
 from engine.kernels.cpu.machine import amx_shapes, has_amx, knows_avx512, knows_bf16, knows_vnni, why_no_loops
+from engine.kernels.cpu.products.amx import configure_amx, release_amx
 from mesh.domain.errors import ConfigurationError
 
 ARITHMETICS = ("float32", "bfloat16", "int8")

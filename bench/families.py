@@ -25,7 +25,7 @@ from engine.settings import DTYPES
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
-from tandem_cli.model_folders import write_without_weights
+from tandem_cli.model_files.model_folders import write_without_weights
 
 _SIZES = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 32000}
 _PLAIN = _SIZES | {"intermediate_size": 3072, "max_position_embeddings": 2048, "tie_word_embeddings": True}

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from bench.processes import on_cores
 from tandem_cli.load_test.endpoints import PACE_ENV
-from tandem_cli.model_folders import BUNDLED
+from tandem_cli.model_files.model_folders import BUNDLED
 
 _DEFAULT_PACE = "10.0,0"
 

@@ -14,7 +14,7 @@ import numpy as np
 from checkpoint.tensors import SINGLE_FILE
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-from tandem_cli.model_folders import write_without_weights
+from tandem_cli.model_files.model_folders import write_without_weights
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {

@@ -32,7 +32,7 @@ from mesh.interrupts import run_program, showing
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
-from tandem_cli.model_folders import BUNDLED, BUNDLED_MODELS
+from tandem_cli.model_files.model_folders import BUNDLED, BUNDLED_MODELS
 from worker.engine_host import load_engine_host
 from worker.engine_settings import EngineLimits
 

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from bench.arithmetic import operations_per_s
 from bench.shapes import write_shape
-from engine.kernels.cpu.phases import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
+from engine.kernels.cpu.threads.phases import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
 from engine.loading.resolve import resolve
 from engine.loading.stored_parameters import stored_in_int4
 from engine.models.parameters import parameter_specs

@@ -14,7 +14,7 @@ from mesh.domain.kv import Degrees
 
 MANIFEST = "tandem-partition.json"
 VERSION = 14
-"""Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/packing.py)."""
+"""Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/products/packing.py)."""
 _READ_BYTES = 1 << 24
 
 

@@ -1,9 +1,9 @@
 """Machine code of the CPU kernels: the key of what a model needs, how much of it was on disk, and compiling it ahead of
 time.
 
-`engine/kernels/cpu/compiler.py` keeps the code. Code depends on versions and the CPU (`code_version`) and on the
-arithmetic of the model; neither sizes nor the number of ranks matter, which are values at run time. Nothing is kept for
-GPUs, where torch's own kernels run.
+`engine/kernels/cpu/compilation/compiler.py` keeps the code. Code depends on versions and the CPU (`code_version`) and
+on the arithmetic of the model; neither sizes nor the number of ranks matter, which are values at run time. Nothing is
+kept for GPUs, where torch's own kernels run.
 """
 
 import time
@@ -18,10 +18,10 @@ import structlog
 from numba.core import event
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.kernels.cpu.code_cache import CodeCache
-from engine.kernels.cpu.compiler import code_folder, code_version, dispatchers
-from engine.kernels.cpu.mailbox import follow, mailboxes, post
-from engine.kernels.cpu.stored import JOB_NUMBERS
+from engine.kernels.cpu.compilation.code_cache import CodeCache
+from engine.kernels.cpu.compilation.compiler import code_folder, code_version, dispatchers
+from engine.kernels.cpu.compilation.stored import JOB_NUMBERS
+from engine.kernels.cpu.threads.mailbox import follow, mailboxes, post
 from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig

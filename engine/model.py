@@ -103,7 +103,7 @@ class Model(Protocol):
 
     @property
     def phase_cycles(self) -> NDArray[np.int64] | None:
-        """Total CPU cycles per phase (engine.kernels.cpu.phases); None if the model does not count them."""
+        """Total CPU cycles per phase (engine.kernels.cpu.threads.phases); None if the model does not count them."""
         ...
 
     @property

@@ -18,7 +18,6 @@ from mesh.interrupts import Terminated, accept_signal, run_async
 from mesh.settings import load_settings
 from tandem.sync import ClientOptions
 from tandem_cli.connection import add_connection_arguments, connection_settings
-from tandem_cli.hardware import available_cores
 from tandem_cli.load_test.benchmark import PRESETS, Arm, Benchmark, Case, Kind, degree_arms
 from tandem_cli.load_test.endpoints import (
     OpenAISettings,
@@ -31,6 +30,7 @@ from tandem_cli.load_test.figures import BURST, Outcome, Record, RunFailed
 from tandem_cli.load_test.jobs import Lengths, read_jobs
 from tandem_cli.load_test.report import Report, describe_machine, show
 from tandem_cli.load_test.sweep import Sweep, Watcher
+from tandem_cli.local_mesh.hardware import available_cores
 from tandem_cli.parser import CommandParser, output_file
 from tandem_cli.terminal import error_console, progress_bar, wide_console
 
@@ -227,11 +227,11 @@ def _degrees(up_flags: Sequence[str], cores: int) -> list[int]:
     """The degrees of tensor parallelism to measure. Raises ConfigurationError if none above 1 fits."""
     # The engine is imported for this preset only.
     from tandem_cli.capacity.ranks import fitting_degrees
-    from tandem_cli.deployment import join_models
+    from tandem_cli.configuration.up_arguments import models_of
+    from tandem_cli.configuration.up_settings import UpSettings
+    from tandem_cli.local_mesh.deployment import join_models
     from tandem_cli.main import parse_arguments
-    from tandem_cli.model_folders import find_model
-    from tandem_cli.up_arguments import models_of
-    from tandem_cli.up_settings import UpSettings
+    from tandem_cli.model_files.model_folders import find_model
 
     flags = parse_arguments(["up", *up_flags])
     models = models_of(flags)

@@ -37,6 +37,6 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tandem_cli.compile_model import compile_model
+    from tandem_cli.model_files.compile_model import compile_model
 
     return compile_model(args)

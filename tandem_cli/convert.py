@@ -21,11 +21,11 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if is_gguf(args.source):
-        from tandem_cli.convert_gguf import convert_gguf
+        from tandem_cli.model_files.convert_gguf import convert_gguf
 
         return convert_gguf(args.source, args.out, args.tokenizer)
     if args.tokenizer is not None:
         raise ConfigurationError("--tokenizer is for files in GGUF: a folder has its own")
-    from tandem_cli.convert_folder import convert_folder
+    from tandem_cli.model_files.convert_folder import convert_folder
 
     return convert_folder(args.source, args.out)

@@ -28,8 +28,8 @@ from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import accept_signal
 from mesh.settings import suggestion
 from mesh.whole_file import write_whole
+from tandem_cli.local_mesh.service_log import read_log_line
 from tandem_cli.parser import Command, CommandParser, whole
-from tandem_cli.service_log import read_log_line
 from tandem_cli.terminal import FittingTable, wide_console
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))

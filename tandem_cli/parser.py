@@ -92,7 +92,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _own_word(self, option: str) -> str:
         """The flag to write for an option of vLLM or TGI; "" for others, and where this command has nothing for it."""
-        from tandem_cli.low_code_keys import knob_of  # here: chains of imports stay short
+        from tandem_cli.configuration.low_code_keys import knob_of  # here: chains of imports stay short
 
         knob = knob_of(option)
         if knob is None or "--serving-properties" not in self._option_string_actions:

@@ -26,6 +26,6 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tandem_cli.partition_model import partition_model
+    from tandem_cli.model_files.partition_model import partition_model
 
     return partition_model(args)

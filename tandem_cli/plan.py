@@ -33,7 +33,7 @@ from tandem_cli.capacity.prediction import (
     read_measured,
 )
 from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device
-from tandem_cli.model_folders import find_model, load_format_of
+from tandem_cli.model_files.model_folders import find_model, load_format_of
 from tandem_cli.parser import CommandParser, count, positive
 from tandem_cli.plan_tables import show
 from tandem_cli.terminal import wide_console

@@ -30,6 +30,6 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tandem_cli.quantize_model import quantize_model
+    from tandem_cli.model_files.quantize_model import quantize_model
 
     return quantize_model(args)

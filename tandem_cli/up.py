@@ -30,22 +30,9 @@ from mesh.rpc.server import require_free
 from mesh.settings import as_flags, load_settings
 from router.settings import RouterSettings
 from router.tenants import digest_of, new_key
-from tandem_cli.deployment import Deployment, Overrides, find_draft, join_models, prepare_models
-from tandem_cli.display import Display
-from tandem_cli.hardware import available_cores
-from tandem_cli.launcher import Launcher, LocalLauncher, Programs, with_checkout
-from tandem_cli.local_meshes import RunningMesh, registered
-from tandem_cli.low_code import LowCode, find_written, read_low_code, use_written
-from tandem_cli.parser import CommandParser, given
-from tandem_cli.ports import reach_directly, require_distinct_ports, with_http
-from tandem_cli.preparation import limited_download, with_decode_host, with_partition, with_switchable
-from tandem_cli.scaling import Scaling
-from tandem_cli.service_log import make_log_folder
-from tandem_cli.supervisor import MeshFailed, Supervisor
-from tandem_cli.terminal import error_console
-from tandem_cli.trial import Trial
-from tandem_cli.up_arguments import add_up_arguments, models_of
-from tandem_cli.up_settings import (
+from tandem_cli.configuration.low_code import LowCode, find_written, read_low_code, use_written
+from tandem_cli.configuration.up_arguments import add_up_arguments, models_of
+from tandem_cli.configuration.up_settings import (
     DEFAULT_HTTP_PORT,
     ROLES,
     SWITCHABLE,
@@ -57,6 +44,19 @@ from tandem_cli.up_settings import (
     split_by_role,
     split_secrets,
 )
+from tandem_cli.local_mesh.deployment import Deployment, Overrides, find_draft, join_models, prepare_models
+from tandem_cli.local_mesh.display import Display
+from tandem_cli.local_mesh.hardware import available_cores
+from tandem_cli.local_mesh.launcher import Launcher, LocalLauncher, Programs, with_checkout
+from tandem_cli.local_mesh.ports import reach_directly, require_distinct_ports, with_http
+from tandem_cli.local_mesh.preparation import limited_download, with_decode_host, with_partition, with_switchable
+from tandem_cli.local_mesh.scaling import Scaling
+from tandem_cli.local_mesh.service_log import make_log_folder
+from tandem_cli.local_mesh.supervisor import MeshFailed, Supervisor
+from tandem_cli.local_mesh.trial import Trial
+from tandem_cli.local_meshes import RunningMesh, registered
+from tandem_cli.parser import CommandParser, given
+from tandem_cli.terminal import error_console
 
 _REDIS_S = 5.0
 

@@ -24,7 +24,7 @@ LENGTHENED = {"unit": 1.5}
 those of `service` mostly wait, and meshes of `e2e` all have their decode workers on one core. A third of `unit` comes
 when all others have begun: short tests, which keep all processes busy until the end.
 """
-LONG = ("tests/component/test_triton_attention.py", "tests/e2e/test_troubled_logs.py")
+LONG = ("tests/component/without_gpu/test_triton_attention.py", "tests/e2e/test_troubled_logs.py")
 """Units that take half a minute on one core and would come last: they begin in the middle of the run, because at its
 end the other processes would wait for them.
 """

@@ -3,7 +3,7 @@
     assert fit(counts, probabilities) > UNLIKELY
 
 Draws in tests come from fixed seeds, so a test that passes always passes; that it would fail for a wrong distribution
-is shown in tests/component/test_sampling_statistics.py.
+is shown in tests/component/sampling/test_sampling_statistics.py.
 """
 
 from collections.abc import Sequence

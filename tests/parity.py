@@ -72,10 +72,10 @@ from tests.component.multimodal import CASES as MULTIMODAL
 from tests.component.multimodal import build_multimodal
 from tests.component.parity import expect, run_mixed
 from tests.component.parity import prompts as mixed_prompts
-from tests.component.quantized import INT4_FORMS, MIXED_FORMS, quantize_checkpoint, twin_of
 from tests.component.remote_families import REMOTE_FAMILIES
 from tests.component.steady_routing import steady
-from tests.component.test_half_weights import copy_narrow
+from tests.component.weights.quantized import INT4_FORMS, MIXED_FORMS, quantize_checkpoint, twin_of
+from tests.component.weights.test_half_weights import copy_narrow
 from tests.e2e.reference import TOLERANCE, Reference
 
 Scores = Callable[[list[int], list[int]], torch.Tensor]

@@ -30,7 +30,7 @@ from mesh.fork_server import client
 from tests.warm import FD_NAME, FD_NUMBERS, fork_by
 
 _DEGREES = ("--tensor-parallel", "--pipeline-parallel")
-_WITH_RANKS = ("prefill_worker", "decode_worker", "tests.component.ranks_leader")
+_WITH_RANKS = ("prefill_worker", "decode_worker", "tests.component.ranks.ranks_leader")
 _MAX_ENVIRON_BYTES = 1 << 18
 _NEW_FDS = 1000  # above all numbers that a parent may ask for
 

@@ -7,7 +7,7 @@ import torch
 from engine.compiled_code import compile_code
 from engine.loading.load_runner import load_model_runner
 from engine.runner_settings import RunnerSettings
-from tandem_cli.model_folders import BUNDLED
+from tandem_cli.model_files.model_folders import BUNDLED
 
 _DTYPES = ("float16", "float32")
 """That of the bundled model, and that of random checkpoints."""

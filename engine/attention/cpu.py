@@ -1,4 +1,4 @@
-"""Attention of the eager decoder on CPU: the compiled kernels of `engine/kernels/cpu/attention.py`, layer by layer.
+"""Attention of the eager decoder on CPU, layer by layer: the kernels of `engine/kernels/cpu/attention/batch.py`.
 
 It also has the adapters from the engine's types to those of the kernels, which `CompiledDecoder` uses, too.
 """
@@ -26,10 +26,10 @@ from engine.kernels.cpu.arguments import (
     Queries,
     Window,
 )
-from engine.kernels.cpu.attention import attend, cache_code, has_splits, join
+from engine.kernels.cpu.attention.batch import attend, cache_code, has_splits, join
+from engine.kernels.cpu.attention.cache_rows import write_tokens
 from engine.kernels.cpu.buffers import Buffers
-from engine.kernels.cpu.cache_rows import write_tokens
-from engine.kernels.cpu.compiler import entry
+from engine.kernels.cpu.compilation.compiler import entry
 from engine.kernels.cpu.machine import KEYS, LOG2_E, TILE_ROWS
 from engine.kernels.cpu.step_facts import facts_of
 from engine.kv.cache import elements

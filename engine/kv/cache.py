@@ -44,7 +44,7 @@ class KVCache:
 
     The tensor is `[layers, planes, num_blocks, block_size, heads, head_dim]`: keys and values, or one plane that is
     both, see KVLayout. In int8 each row has 4 more bytes, its scale, and a different element order
-    (`engine/kernels/cpu/kv_segments.py`).
+    (`engine/kernels/cpu/attention/kv_segments.py`).
 
     The cache starts as zeros: masked attention multiplies stale values by 0, so they must not be NaN or infinite. For
     the same reason blocks are cleared after a step that wrote NaN or infinity into them. `memory`: zeros that several
@@ -296,7 +296,8 @@ def read_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
 def _read_byte_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of a layer at these slots; two fp32 tensors [*slots.shape, num_kv_heads, head_dim].
 
-    layer_cache: int8 [2, num_blocks, block_size, num_kv_heads, head_dim + 4], see `engine/kernels/cpu/kv_segments.py`.
+    layer_cache: int8 [2, num_blocks, block_size, num_kv_heads, head_dim + 4], whose layout is in
+    `engine/kernels/cpu/attention/kv_segments.py`.
     """
     dim, heads = layer_cache.shape[-1] - SCALE_BYTES, layer_cache.shape[3]
     segments = layer_cache.view(2, -1, heads, KEYS * layer_cache.shape[4])

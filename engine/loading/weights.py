@@ -22,7 +22,7 @@ from torch import Tensor
 from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite, why_not_finite
 from engine.kernels.cpu.machine import IN_BF16, IN_FP32
-from engine.kernels.cpu.nibbles import E2M1_ZERO
+from engine.kernels.cpu.products.nibbles import E2M1_ZERO
 from engine.loading.mapped_files import open_mapped, read_part
 from engine.loading.stored_parameters import (
     find_modules,

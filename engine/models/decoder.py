@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.views import parts_of, seen_by, view_of_layer
-from engine.kernels.cpu.recurrence import mix, mix_address
+from engine.kernels.cpu.recurrent.recurrence import mix, mix_address
 from engine.logits import Logits
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapted_linear import Adapters

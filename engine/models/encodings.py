@@ -27,8 +27,8 @@ class LinearParameters:
     fp8             weight[output, input] * scales[output, group], with `weight` in e4m3; outputs in other forms
                     (engine/kernels/cpu/machine.py) have fp32 `numbers[output, input]` instead
     int4            (weight[output, input] - zeros[output, group]) * scales[output, group], with `weight` in [0, 15];
-                    with `is_mxfp4`, `weight` numbers the levels (engine/kernels/cpu/nibbles.py) that count in its
-                    place, and groups have 32 inputs
+                    with `is_mxfp4`, `weight` numbers the levels that count in its place
+                    (engine/kernels/cpu/products/nibbles.py), and groups have 32 inputs
     int8 in groups  as int4, with `weight` in [1, 255]
 
     A group is of neighbouring inputs; the last one may be narrower. With an `order`, int64 [inputs], column i of

@@ -18,9 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.cpu.byte_matrix import ByteMatrix
-from engine.kernels.cpu.int8_rows import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
 from engine.kernels.cpu.machine import cpu_flags, why_no_loops
+from engine.kernels.cpu.products.byte_matrix import ByteMatrix
+from engine.kernels.cpu.products.int8_rows import (
+    add_scaled_rows,
+    norm_quantise,
+    quantise,
+    scale_rows,
+    silu_gate_quantise,
+)
 from engine.models.activations import Activation
 from engine.models.encodings import LinearParameters
 from engine.models.norms import Norm, is_cpu_fp32

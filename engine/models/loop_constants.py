@@ -18,13 +18,13 @@ from engine.kernels.cpu.arguments import (
     StatePlaces,
     Window,
 )
-from engine.kernels.cpu.attention import cache_code
+from engine.kernels.cpu.attention.batch import cache_code
+from engine.kernels.cpu.attention.latent import Latent
 from engine.kernels.cpu.experts import Experts
-from engine.kernels.cpu.latent import Latent
 from engine.kernels.cpu.layer_inputs import LayerInputs
 from engine.kernels.cpu.machine import LOG2_E
-from engine.kernels.cpu.panels import panel_product
-from engine.kernels.cpu.recurrence import mix_address
+from engine.kernels.cpu.products.panels import panel_product
+from engine.kernels.cpu.recurrent.recurrence import mix_address
 from engine.kernels.cpu.step_arguments import NUM_LAYER_KERNELS, Family, ModelConstants
 from engine.kv.cache import KVCache
 from engine.models.blocks import BLOCKS, has_attention, has_mlp

@@ -26,13 +26,14 @@ from engine.kernels.cpu.arguments import (
     StateSteps,
     Weights,
 )
+from engine.kernels.cpu.attention.latent import LatentRows
 from engine.kernels.cpu.buffers import Buffers, round_up
-from engine.kernels.cpu.latent import LatentRows
-from engine.kernels.cpu.logits import Summaries
+from engine.kernels.cpu.compilation.stored import Stored, stored
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, amx_shapes
-from engine.kernels.cpu.matmul import product_code
-from engine.kernels.cpu.packing import operand_dtypes, wide_size
-from engine.kernels.cpu.panels import MAX_PANEL_ROWS
+from engine.kernels.cpu.products.matmul import product_code
+from engine.kernels.cpu.products.packing import operand_dtypes, wide_size
+from engine.kernels.cpu.products.panels import MAX_PANEL_ROWS
+from engine.kernels.cpu.sampling.logits import Summaries
 from engine.kernels.cpu.step_arguments import (
     Activations,
     ModelConstants,
@@ -42,7 +43,6 @@ from engine.kernels.cpu.step_arguments import (
     in_bytes,
 )
 from engine.kernels.cpu.step_facts import StepFacts, facts_of
-from engine.kernels.cpu.stored import Stored, stored
 from engine.models.model_config import ModelConfig
 from engine.models.packed_weights import qkv_width
 from engine.models.rank_group import RankGroup

@@ -10,10 +10,10 @@ import structlog
 
 from engine.cores import threads_born_on
 from engine.kernels.cpu.arguments import Address, Int64s, Range
-from engine.kernels.cpu.barrier import RowShare, Team
-from engine.kernels.cpu.mailbox import follow, lead, mailboxes, post
-from engine.kernels.cpu.phases import PHASES
-from engine.kernels.cpu.stored import Kernel, Stored, job, stored
+from engine.kernels.cpu.compilation.stored import Kernel, Stored, job, stored
+from engine.kernels.cpu.threads.barrier import RowShare, Team
+from engine.kernels.cpu.threads.mailbox import follow, lead, mailboxes, post
+from engine.kernels.cpu.threads.phases import PHASES
 from engine.models.rank_group import RankGroup
 from mesh.domain.host import Cores
 
@@ -61,7 +61,7 @@ class LoopThreads:
         self._lent: Cores = ()
         self._unusable: set[int] = set()
         self.phase_cycles = np.zeros(len(PHASES) + 1, np.int64)
-        """Cycles of each phase in the caller's thread so far; see engine.kernels.cpu.phases."""
+        """Cycles of each phase in the caller's thread so far; see engine.kernels.cpu.threads.phases."""
 
     @property
     def borrows(self) -> bool:

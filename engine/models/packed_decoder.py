@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.attention.backend import attention_shape
 from engine.kernels.cpu.arguments import Array, Floats, RecurrentWeights
 from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, PANEL
-from engine.kernels.cpu.packing import MatrixShape, Packer, as_array, unit_runs
+from engine.kernels.cpu.products.packing import MatrixShape, Packer, as_array, unit_runs
 from engine.loading.times import load_phase
 from engine.models.activations import xielu_parameters
 from engine.models.blocks import BLOCKS, has_attention, has_mlp

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from engine.kernels.cpu.arguments import Array, Floats
-from engine.kernels.cpu.packing import MatrixShape, as_array
+from engine.kernels.cpu.products.packing import MatrixShape, as_array
 from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
 

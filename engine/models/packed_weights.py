@@ -55,7 +55,7 @@ class PackedDecoder(NamedTuple):
     choice_biases: Floats
     shared_gates: Floats
     expert_factors: Floats
-    q_norms: Floats  # of latent attention, with those below; see engine/kernels/cpu/latent.py
+    q_norms: Floats  # of latent attention, with those below; see engine/kernels/cpu/attention/latent.py
     kv_norms: Floats
     key_up: Array
     value_up: Array

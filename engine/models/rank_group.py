@@ -44,7 +44,7 @@ class RankGroup(Protocol):
 
     @property
     def counter(self) -> Int64s:
-        """The counter of the barrier of all threads of the stage: [1], see engine.kernels.cpu.barrier."""
+        """The counter of the barrier of all threads of the stage: [1], see engine.kernels.cpu.threads.barrier."""
         ...
 
     @property

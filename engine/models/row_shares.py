@@ -34,7 +34,7 @@ by all threads.
 
 
 class RowCut(NamedTuple):
-    """The rows of a share, see engine.kernels.cpu.barrier.RowShare."""
+    """The rows of a share, see engine.kernels.cpu.threads.barrier.RowShare."""
 
     rows: Range
     first_needed: int

@@ -1,4 +1,4 @@
-"""HostRows: sampling on CPU by compiled loops, in the threads of the model (engine/kernels/cpu/draws.py)."""
+"""HostRows: sampling on CPU by compiled loops, in the threads of the model (engine/kernels/cpu/sampling/draws.py)."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from engine.device_copies import Arrays, Tensors
 from engine.kernels.cpu.arguments import Matrix, Range
-from engine.kernels.cpu.barrier import RowShare, Team
 from engine.kernels.cpu.buffers import round_up
-from engine.kernels.cpu.draws import Draws, draw_rows, draw_scratch
-from engine.kernels.cpu.logits import Summaries, Tops, find_tops, summarise
+from engine.kernels.cpu.compilation.stored import Kernel, Stored, job, stored
 from engine.kernels.cpu.machine import LANES, why_no_loops
-from engine.kernels.cpu.mailbox import lead, mailboxes
-from engine.kernels.cpu.masked_rows import MaskedRows, copy_rows
-from engine.kernels.cpu.phases import PHASES
-from engine.kernels.cpu.stored import Kernel, Stored, job, stored
+from engine.kernels.cpu.sampling.draws import Draws, draw_rows, draw_scratch
+from engine.kernels.cpu.sampling.logits import Summaries, Tops, find_tops, summarise
+from engine.kernels.cpu.sampling.masked_rows import MaskedRows, copy_rows
+from engine.kernels.cpu.threads.barrier import RowShare, Team
+from engine.kernels.cpu.threads.mailbox import lead, mailboxes
+from engine.kernels.cpu.threads.phases import PHASES
 from engine.logits import Summary
 from engine.sampling.row_math import DeviceRows, Drawing, RandomRows, RowMath
 from mesh.domain.request import SamplingParams

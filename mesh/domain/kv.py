@@ -100,7 +100,7 @@ class KVLayout:
 
     A rank holds a `KVSpan`: some layers of some heads. There, one block of one layer is two arrays, keys then values,
     of shape `[block_size, heads held, head_dim]` in C order. In int8 the shape is `[block_size / 16, heads held, rows
-    and scales of 16 tokens]`, in the order of `engine/kernels/cpu/kv_segments.py`.
+    and scales of 16 tokens]`, in the order of `engine/kernels/cpu/attention/kv_segments.py`.
 
     Where `keys_are_values`, as in latent attention, a block has one array, whose rows are keys and values at once. In
     int8 it has the order of values.

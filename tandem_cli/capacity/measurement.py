@@ -25,7 +25,7 @@ from decode_worker.settings import DecodeSettings
 from engine.compiled_code import told_of_compilation
 from engine.cores import threads_born_on
 from engine.kernels.cpu.machine import knows_bf16
-from engine.kernels.cpu.phases import PHASES, cycles_per_ms
+from engine.kernels.cpu.threads.phases import PHASES, cycles_per_ms
 from engine.loop import StepResult
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
@@ -34,7 +34,7 @@ from engine.settings import graph_sizes
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.model_size import model_size
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision
-from tandem_cli.model_folders import load_format_of, write_without_weights
+from tandem_cli.model_files.model_folders import load_format_of, write_without_weights
 from worker.engine_host import EngineHost, load_engine_host, load_runner_with_ranks
 from worker.engine_settings import EngineLimits
 

@@ -18,7 +18,6 @@ from rich.table import Table
 import tandem
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.json_text import parse_json
-from tandem_cli.hardware import available_cores
 from tandem_cli.load_test.benchmark import Case, Kind
 from tandem_cli.load_test.figures import (
     PERCENTS,
@@ -35,6 +34,7 @@ from tandem_cli.load_test.figures import (
     medians,
     price_per_million,
 )
+from tandem_cli.local_mesh.hardware import available_cores
 from tandem_cli.terminal import FittingTable
 
 _FORMAT = "tandem-bench/1"

@@ -15,8 +15,8 @@ import tandem
 from checkpoint.source import ModelSource, split_models
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import as_flags, env_name
-from tandem_cli.deployment import Deployment, ModelDeployment, Service
-from tandem_cli.model_folders import BUNDLED_MODELS, find_model
+from tandem_cli.local_mesh.deployment import Deployment, ModelDeployment, Service
+from tandem_cli.model_files.model_folders import BUNDLED_MODELS, find_model
 from tandem_cli.on_ray.resources import WorkerResources
 
 _LEFT_OUT = (

@@ -29,14 +29,14 @@ from mesh.domain.kv import DTYPE_BYTES, Degrees
 from mesh.tasks import cancel_all
 from prefill_worker.settings import PrefillSettings
 from tandem_cli.capacity.ranks import precision_of, rank_memory, total
-from tandem_cli.deployment import Deployment, Service
-from tandem_cli.display import Display
-from tandem_cli.launcher import LocalLauncher, OnEvent, OnWarning, RunningService, ServiceEvent
+from tandem_cli.local_mesh.deployment import Deployment, Service
+from tandem_cli.local_mesh.display import Display
+from tandem_cli.local_mesh.launcher import LocalLauncher, OnEvent, OnWarning, RunningService, ServiceEvent
+from tandem_cli.local_mesh.service_log import ServiceLog
 from tandem_cli.on_ray.cluster import Placed, RayCluster
 from tandem_cli.on_ray.handover import Handover, hand_over
 from tandem_cli.on_ray.node import LOG_LINE, News
 from tandem_cli.on_ray.resources import WorkerNeed, WorkerResources, divide
-from tandem_cli.service_log import ServiceLog
 from worker.engine_settings import model_settings
 
 _CONFIGURATION_STATUS = 2

@@ -20,9 +20,9 @@ import ray.util
 
 from mesh.process import adopt_orphans
 from mesh.tasks import set_within
-from tandem_cli.launcher import Child, LocalLauncher, ServiceEvent, with_checkout
+from tandem_cli.configuration.up_settings import ROLES
+from tandem_cli.local_mesh.launcher import Child, LocalLauncher, ServiceEvent, with_checkout
 from tandem_cli.on_ray.handover import Handover
-from tandem_cli.up_settings import ROLES
 
 LOG_LINE = "log_line"
 """The kind of an event that is a line of the worker's log, `line`."""

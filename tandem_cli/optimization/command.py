@@ -25,7 +25,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.logs import quiet_logs
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.load_test.report import describe_machine
-from tandem_cli.model_folders import find_model
+from tandem_cli.model_files.model_folders import find_model
 from tandem_cli.optimization.candidate_trial import CandidateTrial
 from tandem_cli.optimization.candidates import STORED, Candidate
 from tandem_cli.optimization.choice import Result, choose

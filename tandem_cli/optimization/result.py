@@ -16,8 +16,8 @@ from typing import Any
 
 from javaproperties import join_key_value
 
+from tandem_cli.configuration.low_code import WRITTEN_BY
 from tandem_cli.load_test.figures import price_per_million
-from tandem_cli.low_code import WRITTEN_BY
 from tandem_cli.optimization.candidates import Candidate
 from tandem_cli.optimization.choice import (
     GAP,

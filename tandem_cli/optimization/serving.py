@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 import psutil
 
 import tandem
-from tandem_cli.hardware import available_cores
 from tandem_cli.load_test.endpoints import memory_of, own_mesh
 from tandem_cli.load_test.figures import Outcome, RunFailed, Slo, figures
 from tandem_cli.load_test.jobs import Job
 from tandem_cli.load_test.load import LoadGenerator, mesh_target
+from tandem_cli.local_mesh.hardware import available_cores
 from tandem_cli.optimization.choice import OTHER_LOAD
 
 _NUM_WARM_UP = 2

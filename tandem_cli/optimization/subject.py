@@ -24,11 +24,11 @@ from engine.quantizer.make import quantize_checkpoint, require_fit
 from engine.quantizer.schemes import Scheme, make_scheme
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from tandem_cli.calibration import PromptEncoder
 from tandem_cli.capacity.ranks import precision_of
 from tandem_cli.capacity.roofline import Precision
-from tandem_cli.hardware import available_cores
-from tandem_cli.model_folders import find_model
+from tandem_cli.local_mesh.hardware import available_cores
+from tandem_cli.model_files.calibration import PromptEncoder
+from tandem_cli.model_files.model_folders import find_model
 from tandem_cli.optimization.candidates import (
     BASE,
     COMPUTED,

@@ -25,7 +25,7 @@ from router.journal import Journal
 from router.model_router import ModelRouter
 from router.settings import RouterSettings
 from router.workers.membership import Membership, WorkerView
-from tandem_cli.model_folders import BUNDLED, write_without_weights
+from tandem_cli.model_files.model_folders import BUNDLED, write_without_weights
 from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.profile import MeshProfile
 from tandem_cli.simulation.workers import ModelledDecode, ModelledPrefill, ModelledWorker, Neighbours, worker_info

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mesh.interrupts import run_async, run_program
-from tandem_cli.model_folders import BUNDLED
+from tandem_cli.model_files.model_folders import BUNDLED
 from tests.client_environment import python_with
 from tests.e2e.mesh_process import mesh
 

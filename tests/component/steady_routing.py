@@ -17,7 +17,7 @@ from engine.loading.stored_parameters import open_stored, stored_name
 from engine.models.experts_config import ExpertsConfig
 from engine.models.parameters import Source, parameter_specs
 from engine.models.read_config import load_decoder_config
-from tests.component.quantized import numbers_of
+from tests.component.weights.quantized import numbers_of
 
 _HIGH = 1.0
 _GAIN = 2.0

@@ -12,7 +12,7 @@ from tandem_cli.capacity import measurement
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
 from tandem_cli.capacity.roofline import Precision
 from tandem_cli.main import main
-from tandem_cli.model_folders import BUNDLED
+from tandem_cli.model_files.model_folders import BUNDLED
 from tests.component.checkpoints import build_checkpoint
 
 

@@ -23,7 +23,7 @@ from router.workers.membership import capacity_tokens
 from tests.component.arms import ARMS, settings
 from tests.component.driving import Driver, Run
 from tests.component.encoder_decoders import FORMS, START_TOKEN_ID, EncoderDecoderReference, build_encoder_decoder
-from tests.component.test_speculation import answer, ids
+from tests.component.sampling.test_speculation import answer, ids
 from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request

@@ -17,11 +17,11 @@ from engine.models.adapters import load_adapter
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
 from tandem_cli.main import main
-from tests.component.adapters import PREFIX, read_adapters, write_adapter
 from tests.component.arms import settings
+from tests.component.lora.adapters import PREFIX, read_adapters, write_adapter
 from tests.component.multimodal import CASES, build_multimodal, multimodal, text_alone
 from tests.component.parity import expect, prompts, require_same, run_mixed
-from tests.component.quantized import quantize_checkpoint
+from tests.component.weights.quantized import quantize_checkpoint
 
 
 @pytest.mark.parametrize("case", CASES)

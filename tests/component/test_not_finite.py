@@ -18,7 +18,7 @@ from mesh.domain.errors import InvalidRequest, ModelFailed
 from tests.component.arms import embedding, load_arm, settings
 from tests.component.driving import Driver, Run
 from tests.component.encoder_decoders import build_encoder_decoder
-from tests.component.test_speculation import answer, ids
+from tests.component.sampling.test_speculation import answer, ids
 from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter
 from tests.fakes.requests import make_request

@@ -20,6 +20,7 @@ from mesh.domain.request import SequenceSpec
 from tandem_cli.optimization.candidate_trial import Judged, compare_distributions, runner_settings
 from tests.component.arms import load_arm, settings
 from tests.component.driving import Driver
+from tests.component.kv.test_forks import choices, new_scheduler, run
 from tests.component.parity import (
     TOLERANCE,
     check_parity,
@@ -29,7 +30,6 @@ from tests.component.parity import (
     require_prompt_logprobs,
     run_mixed,
 )
-from tests.component.test_forks import choices, new_scheduler, run
 from tests.component.test_model_parity import check_replay
 from tests.fakes.requests import make_request
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import tandem
-from tandem_cli.model_folders import BUNDLED
+from tandem_cli.model_files.model_folders import BUNDLED
 from tests.e2e.mesh_process import START_S, STOP_S, is_alive
 from tests.waiting import until
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import tandem
-from tests.component.adapters import merged_reference, write_adapter
+from tests.component.lora.adapters import merged_reference, write_adapter
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
 from tests.e2e.reference import TOLERANCE, Reference
 

@@ -11,7 +11,7 @@ import tandem
 from engine.loading.load_runner import load_model_runner
 from tests.component.arms import settings
 from tests.component.driving import Driver
-from tests.component.quantized import quantize_checkpoint, twin_of
+from tests.component.weights.quantized import quantize_checkpoint, twin_of
 from tests.e2e.in_middle import stream_and_hit
 from tests.e2e.mesh_process import mesh, pools_are_whole
 from tests.e2e.reference import Reference

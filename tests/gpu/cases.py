@@ -4,8 +4,8 @@ import torch
 
 from engine.attention.backend import AttentionShape
 from engine.kv.dtypes import FP8
-from tests.component.expert_cases import ExpertCase
-from tests.component.paged_attention import Case, Work
+from tests.component.without_gpu.expert_cases import ExpertCase
+from tests.component.without_gpu.paged_attention import Case, Work
 
 _LLAMA_8B = AttentionShape(32, 8, 128)
 _SHAPES = (

@@ -56,7 +56,7 @@ def facts(device: torch.device, seconds: float) -> Figures:
 
 def attention(device: torch.device, seconds: float) -> Figures:
     """The Triton kernels against torch in fp32, those of experts last."""
-    from tests.component.paged_attention import TOLERANCES, change_beside_others, difference
+    from tests.component.without_gpu.paged_attention import TOLERANCES, change_beside_others, difference
     from tests.gpu.cases import alone_case, cases
 
     every, worst = cases(device), dict.fromkeys(TOLERANCES, 0.0)
@@ -85,7 +85,7 @@ def attention(device: torch.device, seconds: float) -> Figures:
 
 def _experts(device: torch.device, seconds: float, wrong: list[str]) -> Figures:
     """The kernels of experts against torch in fp32. Cases that differ too much are added to `wrong`."""
-    from tests.component.expert_cases import TOLERANCES, difference
+    from tests.component.without_gpu.expert_cases import TOLERANCES, difference
     from tests.gpu.cases import expert_cases
 
     worst: dict[torch.dtype, float] = {}
@@ -227,7 +227,7 @@ def copies_beside_steps(device: torch.device, seconds: float) -> Figures:
     """Milliseconds of a decode step while two threads copy KV to the host, as fast as they can, and without."""
     from bench.shapes import write_shape
     from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
-    from tandem_cli.model_folders import BUNDLED
+    from tandem_cli.model_files.model_folders import BUNDLED
 
     is_large = device.type == "cuda"
     chunk, rates = chunk_on(device), []
@@ -259,7 +259,7 @@ def steps(device: torch.device, seconds: float) -> Figures:
     """Milliseconds of a prompt and of decode steps, without a mesh; and how much graphs save of a step of one."""
     from bench.shapes import write_shape
     from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
-    from tandem_cli.model_folders import BUNDLED
+    from tandem_cli.model_files.model_folders import BUNDLED
 
     is_large = device.type == "cuda"
     dtype, batches = ("bfloat16", (1, 8, 32)) if is_large else ("float32", (1,))
@@ -286,7 +286,7 @@ def attention_times(device: torch.device, seconds: float) -> Figures:
     by kernels and by the host.
     """
     from engine.attention.select import AttentionTarget, available_backends, select_backend
-    from tests.component.paged_attention import random_inputs
+    from tests.component.without_gpu.paged_attention import random_inputs
     from tests.gpu.cases import timed_cases
 
     figures: Figures = {}
@@ -306,7 +306,7 @@ def attention_times(device: torch.device, seconds: float) -> Figures:
 
 
 def _expert_times(device: torch.device, seconds: float) -> Figures:
-    from tests.component.expert_cases import random_experts, random_rows
+    from tests.component.without_gpu.expert_cases import random_experts, random_rows
     from tests.gpu.cases import timed_experts
 
     figures: Figures = {}
@@ -358,6 +358,6 @@ def run_stage(name: str, device: str, seconds: float, out: Path, said: Path) -> 
         os.environ["TRITON_INTERPRET"] = "1"
         torch.set_num_threads(1)  # as many as small shapes can use
         if name in _INTERPRETED:
-            import_module("tests.component.quick_interpreter")
+            import_module("tests.component.without_gpu.quick_interpreter")
     torch.set_float32_matmul_precision("highest")  # what is compared to: containers of NVIDIA allow TF32
     out.write_text(json.dumps(STAGES[name](torch.device(device), seconds)))

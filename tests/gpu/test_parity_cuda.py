@@ -10,7 +10,7 @@ from engine.loading.load_runner import load_model_runner
 from engine.runner_settings import RunnerSettings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
 from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder
-from tests.component.kv_moves import check_round_trip
+from tests.component.kv.kv_moves import check_round_trip
 from tests.component.parity import check_half_precision, check_parity, half_tolerance
 from tests.component.test_encoder_decoder import require_same, run_mixed
 

@@ -39,7 +39,7 @@ from tandem_cli.capacity.prediction import (
 from tandem_cli.capacity.ranks import precision_of, rank_memory
 from tandem_cli.capacity.roofline import DEVICES, WEIGHT_BYTES, Capacity, DeviceRates, Precision, find_device
 from tandem_cli.load_test.figures import price_per_million
-from tandem_cli.model_folders import BUNDLED
+from tandem_cli.model_files.model_folders import BUNDLED
 from tests.defects import Repaired
 
 LLAMA_3_8B: dict[str, Any] = {

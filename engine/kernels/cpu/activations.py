@@ -22,7 +22,8 @@ from engine.kernels.cpu.arguments import (
     Floats,
     Range,
 )
-from engine.kernels.cpu.compiler import (
+from engine.kernels.cpu.compilation.compiler import jit
+from engine.kernels.cpu.compilation.emitter import (
     FLOATS,
     INT64,
     Builder,
@@ -36,10 +37,9 @@ from engine.kernels.cpu.compiler import (
     Values,
     constant,
     emitted,
-    jit,
 )
-from engine.kernels.cpu.finish import gated_silu, sigmoid_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
+from engine.kernels.cpu.products.finish import gated_silu, sigmoid_of
 from engine.kernels.cpu.vectors import address
 
 _INTP = types.intp

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.arguments import Address, Floats, Int64s, Matrix, Range
-from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
-from engine.kernels.cpu.panels import multiply_panel, multiply_some
+from engine.kernels.cpu.products.panels import multiply_panel, multiply_some
+from engine.kernels.cpu.products.tiles import TileProduct
 from engine.kernels.cpu.rows import Norm, norm_row
-from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address, scale_row
 
 QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE, RECURRENT_IN_SITE, RECURRENT_OUT_SITE = range(6)

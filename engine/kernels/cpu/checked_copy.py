@@ -14,7 +14,8 @@ from llvmlite import ir
 from numba import types
 
 from engine.kernels.cpu.arguments import Address, Bytes, Int64s, UInt64s
-from engine.kernels.cpu.compiler import (
+from engine.kernels.cpu.compilation.compiler import entry, jit
+from engine.kernels.cpu.compilation.emitter import (
     INT32,
     INT64,
     VOID,
@@ -28,8 +29,6 @@ from engine.kernels.cpu.compiler import (
     Value,
     Values,
     emitted,
-    entry,
-    jit,
 )
 from engine.kernels.cpu.machine import why_no_loops
 from engine.kernels.cpu.vectors import address

@@ -22,10 +22,10 @@ from engine.kernels.cpu.arguments import (
     Routing,
     Weights,
 )
-from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.finish import GATE, STORE
+from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
-from engine.kernels.cpu.matmul import Target, product
+from engine.kernels.cpu.products.finish import GATE, STORE
+from engine.kernels.cpu.products.matmul import Target, product
 from engine.kernels.cpu.rows import put_row_at
 from engine.kernels.cpu.vectors import address, mix_rows
 

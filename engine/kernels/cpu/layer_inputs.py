@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.kernels.cpu.activations import activate_rows
 from engine.kernels.cpu.arguments import Floats, Range
-from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.rows import Norm, norm_row
 from engine.kernels.cpu.vectors import address, mix_rows, weigh_row

@@ -27,9 +27,15 @@ from engine.kernels.cpu.arguments import (
     Part,
     Range,
 )
-from engine.kernels.cpu.attention import attend, has_splits, join
-from engine.kernels.cpu.barrier import publish_rows, share_of, wait_for_earlier_rows
-from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.attention.batch import attend, has_splits, join
+from engine.kernels.cpu.attention.latent import (
+    project_queries,
+    project_results,
+    put_queries,
+    rotate_and_store_latents,
+)
+from engine.kernels.cpu.compilation.compiler import jit
+from engine.kernels.cpu.compilation.stored import Addresses, Kernel, Kinds, load
 from engine.kernels.cpu.experts import (
     add_results,
     copies_of,
@@ -38,27 +44,11 @@ from engine.kernels.cpu.experts import (
     put_copies,
     put_inner,
 )
-from engine.kernels.cpu.finish import STORE
-from engine.kernels.cpu.latent import (
-    project_queries,
-    project_results,
-    put_queries,
-    rotate_and_store_latents,
-)
 from engine.kernels.cpu.layer_inputs import join_inputs, open_gates
-from engine.kernels.cpu.matmul import Target, product
-from engine.kernels.cpu.phases import (
-    ATTENTION,
-    DOWN,
-    GATE_UP,
-    NORM,
-    QKV,
-    QUANTISE,
-    STORE_KV,
-    finish_phase,
-)
-from engine.kernels.cpu.product_inputs import put_inputs
-from engine.kernels.cpu.recurrence import call_mix
+from engine.kernels.cpu.products.finish import STORE
+from engine.kernels.cpu.products.matmul import Target, product
+from engine.kernels.cpu.products.product_inputs import put_inputs
+from engine.kernels.cpu.recurrent.recurrence import call_mix
 from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_normed, put_rows
 from engine.kernels.cpu.step_arguments import (
@@ -75,7 +65,17 @@ from engine.kernels.cpu.step_arguments import (
     place_of,
     window_of,
 )
-from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load
+from engine.kernels.cpu.threads.barrier import publish_rows, share_of, wait_for_earlier_rows
+from engine.kernels.cpu.threads.phases import (
+    ATTENTION,
+    DOWN,
+    GATE_UP,
+    NORM,
+    QKV,
+    QUANTISE,
+    STORE_KV,
+    finish_phase,
+)
 
 
 @Kernel

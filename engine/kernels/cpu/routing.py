@@ -3,11 +3,11 @@
 import numpy as np
 
 from engine.kernels.cpu.arguments import SIGMOID, SPARSE_MIXER, Floats, Int64s, Matrix, Range, RoutedRows, Routing
-from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
-from engine.kernels.cpu.panels import multiply_panel
+from engine.kernels.cpu.products.panels import multiply_panel
+from engine.kernels.cpu.products.tiles import TileProduct
 from engine.kernels.cpu.rows import Norm, put_normed
-from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address
 
 _ONE = np.float32(1.0)

@@ -21,11 +21,11 @@ from engine.kernels.cpu.arguments import (
     Range,
     Weights,
 )
-from engine.kernels.cpu.cache_rows import TokenSlot, call_write_token
-from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.head_norms import HeadNorms, norm_heads
+from engine.kernels.cpu.attention.cache_rows import TokenSlot, call_write_token
+from engine.kernels.cpu.attention.head_norms import HeadNorms, norm_heads
+from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
-from engine.kernels.cpu.operand_rows import call_put_values
+from engine.kernels.cpu.products.operand_rows import call_put_values
 from engine.kernels.cpu.vectors import (
     address,
     mix_rows,

@@ -27,31 +27,17 @@ from engine.kernels.cpu.arguments import (
     Part,
     Range,
 )
-from engine.kernels.cpu.attention import attend, has_splits, join
-from engine.kernels.cpu.barrier import Team, publish_rows, share_of, wait, wait_for_earlier_rows
-from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.finish import ADD, GATE, STORE
-from engine.kernels.cpu.head_norms import HeadNorms, clip_rows, sum_squares
+from engine.kernels.cpu.attention.batch import attend, has_splits, join
+from engine.kernels.cpu.attention.head_norms import HeadNorms, clip_rows, sum_squares
+from engine.kernels.cpu.attention.scores import cap_row
+from engine.kernels.cpu.compilation.compiler import jit
+from engine.kernels.cpu.compilation.stored import Addresses, Kernel, Kinds, call_kernel, load
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
-from engine.kernels.cpu.matmul import Target, begin_products, end_products, product
-from engine.kernels.cpu.phases import (
-    ATTENTION,
-    DOWN,
-    GATE_UP,
-    LOGITS,
-    NORM,
-    OUTPUT,
-    QKV,
-    QUANTISE,
-    STORE_KV,
-    finish_own_phase,
-    finish_phase,
-    start_phases,
-)
-from engine.kernels.cpu.product_inputs import put_inputs
-from engine.kernels.cpu.recurrent_vectors import gate_row
+from engine.kernels.cpu.products.finish import ADD, GATE, STORE
+from engine.kernels.cpu.products.matmul import Target, begin_products, end_products, product
+from engine.kernels.cpu.products.product_inputs import put_inputs
+from engine.kernels.cpu.recurrent.recurrent_vectors import gate_row
 from engine.kernels.cpu.rows import Norm, add_normed, add_rows, norm_rows, put_normed, put_rows, rotate_and_store
-from engine.kernels.cpu.scores import cap_row
 from engine.kernels.cpu.step_arguments import (
     ALL_INPUTS,
     EXPERTS,
@@ -68,7 +54,21 @@ from engine.kernels.cpu.step_arguments import (
     place_of,
     window_of,
 )
-from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, call_kernel, load
+from engine.kernels.cpu.threads.barrier import Team, publish_rows, share_of, wait, wait_for_earlier_rows
+from engine.kernels.cpu.threads.phases import (
+    ATTENTION,
+    DOWN,
+    GATE_UP,
+    LOGITS,
+    NORM,
+    OUTPUT,
+    QKV,
+    QUANTISE,
+    STORE_KV,
+    finish_own_phase,
+    finish_phase,
+    start_phases,
+)
 from engine.kernels.cpu.vectors import address, index_of_largest, read_float, sum_of_exponents
 
 _ONE = np.float32(1.0)

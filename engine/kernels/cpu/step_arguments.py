@@ -26,11 +26,11 @@ from engine.kernels.cpu.arguments import (
     Weights,
     Window,
 )
-from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.attention.latent import Latent, LatentRows
+from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.experts import Experts
-from engine.kernels.cpu.latent import Latent, LatentRows
 from engine.kernels.cpu.layer_inputs import LayerInputs
-from engine.kernels.cpu.logits import Summaries
+from engine.kernels.cpu.sampling.logits import Summaries
 
 NUM_LAYER_KERNELS = 5
 RECURRENCE, LATENT_ATTENTION, EXPERTS, ALL_INPUTS, LAYER_INPUT = range(NUM_LAYER_KERNELS)

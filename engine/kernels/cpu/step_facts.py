@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.cpu.arguments import Batch, Int32s, Int64s
-from engine.kernels.cpu.compiler import entry, jit
+from engine.kernels.cpu.compilation.compiler import entry, jit
 from engine.kernels.cpu.machine import SPLIT
 
 

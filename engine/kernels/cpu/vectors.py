@@ -12,7 +12,7 @@ import math
 from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.compiler import (
+from engine.kernels.cpu.compilation.emitter import (
     BYTES,
     FLOAT,
     FLOATS,

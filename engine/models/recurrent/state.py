@@ -25,7 +25,7 @@ def state_steps(metadata: ForwardMetadata) -> StateSteps:
 
 
 class Mixing(NamedTuple):
-    """How a kernel computes recurrent layers where their states lie: engine/kernels/cpu/recurrence.py, in threads."""
+    """How threads compute recurrent layers where their states lie, with engine/kernels/cpu/recurrent/recurrence.py."""
 
     mix: Callable[[Recurrent, int, StateSteps, Floats, Floats, MixPart], None]
     threads: KernelThreads

@@ -263,7 +263,7 @@ def make_tandem() -> None:
     from compressed_tensors.quantization import QuantizationScheme
 
     from tandem_cli.main import main
-    from tests.component.quantized import write_counted_checkpoint
+    from tests.component.weights.quantized import write_counted_checkpoint
 
     def make(scheme: str, *flags: str) -> None:
         with tempfile.TemporaryDirectory() as folder:

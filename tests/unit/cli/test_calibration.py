@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.calibration import CalibrationPrompts, read_prompts
 from tandem_cli.main import parse_arguments
-from tandem_cli.model_folders import BUNDLED
+from tandem_cli.model_files.calibration import CalibrationPrompts, read_prompts
+from tandem_cli.model_files.model_folders import BUNDLED
 
 MODEL = BUNDLED
 

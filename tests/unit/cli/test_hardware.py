@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.domain.host import Cores
-from tandem_cli.hardware import CoreAssignment, assign_cores, assign_gpus, num_gpus
+from tandem_cli.local_mesh.hardware import CoreAssignment, assign_cores, assign_gpus, num_gpus
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from mesh.process import adopt_orphans
-from tandem_cli.deployment import Service
-from tandem_cli.launcher import Child, LocalLauncher, ServiceEvent
+from tandem_cli.local_mesh.deployment import Service
+from tandem_cli.local_mesh.launcher import Child, LocalLauncher, ServiceEvent
 from tests.orphans import disown_orphans
 
 # Prints the process id of a grandchild, which ignores the end of its parent, and is killed.

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mesh.settings import flag_name
+from tandem_cli.configuration.up_arguments import models_of
+from tandem_cli.configuration.up_settings import UpSettings, passed_on
 from tandem_cli.main import COMMANDS, main, parse_arguments
-from tandem_cli.up_arguments import models_of
-from tandem_cli.up_settings import UpSettings, passed_on
 
 FIRST = 12
 """At most so many options are in the help of `tandem up`."""

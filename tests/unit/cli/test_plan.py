@@ -13,7 +13,7 @@ from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from tandem_cli.capacity import ranks
 from tandem_cli.main import main
-from tandem_cli.model_folders import BUNDLED
+from tandem_cli.model_files.model_folders import BUNDLED
 
 ON_H100 = ("plan", "--device", "h100-sxm")
 

@@ -16,12 +16,12 @@ from checkpoint.partition_manifest import read_partition
 from engine.kernels.cpu.machine import why_no_loops
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
-from tandem_cli.deployment import Deployment, ModelDeployment
-from tandem_cli.display import Display
-from tandem_cli.hardware import CoreAssignment
-from tandem_cli.model_folders import BUNDLED
-from tandem_cli.preparation import with_partition
-from tandem_cli.up_settings import UpSettings
+from tandem_cli.configuration.up_settings import UpSettings
+from tandem_cli.local_mesh.deployment import Deployment, ModelDeployment
+from tandem_cli.local_mesh.display import Display
+from tandem_cli.local_mesh.hardware import CoreAssignment
+from tandem_cli.local_mesh.preparation import with_partition
+from tandem_cli.model_files.model_folders import BUNDLED
 from tests.warm import forks
 
 __all__ = ["forks"]

@@ -8,9 +8,9 @@ import pytest
 
 import tandem
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import Service
-from tandem_cli.scaling import Change, Scaler, Scaling
-from tandem_cli.up_settings import UpSettings
+from tandem_cli.configuration.up_settings import UpSettings
+from tandem_cli.local_mesh.deployment import Service
+from tandem_cli.local_mesh.scaling import Change, Scaler, Scaling
 from tests.waiting import until
 
 SPARES = [Service(name, name.partition("-")[0], ()) for name in ("prefill-1", "decode-2", "decode-3")]
@@ -110,7 +110,7 @@ def advising(*advice: tandem.Advice) -> tandem.Mesh:
 
 
 async def test_failures_are_told_once_and_scaling_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem_cli.scaling._ASK_EACH_S", 0)
+    monkeypatch.setattr("tandem_cli.local_mesh.scaling._ASK_EACH_S", 0)
     away = failing(tandem.ConnectionFailed("the router is away"))
     router = Router([away, away, failing(LookupError("unforeseen")), advising, away, lambda: advising(ADD)])
     num_spare_failures = 2

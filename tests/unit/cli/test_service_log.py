@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_cli.service_log import LogEntry, LogFile, make_log_folder, read_log_line
+from tandem_cli.local_mesh.service_log import LogEntry, LogFile, make_log_folder, read_log_line
 from tests.defects import Repaired
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import Deployment, ModelDeployment, Overrides, Service, prepare_models
-from tandem_cli.hardware import CoreAssignment, assign_cores
-from tandem_cli.model_folders import find_model
-from tandem_cli.preparation import with_switchable
-from tandem_cli.up_settings import UpSettings, passed_on, split_by_role
+from tandem_cli.configuration.up_settings import UpSettings, passed_on, split_by_role
+from tandem_cli.local_mesh.deployment import Deployment, ModelDeployment, Overrides, Service, prepare_models
+from tandem_cli.local_mesh.hardware import CoreAssignment, assign_cores
+from tandem_cli.local_mesh.preparation import with_switchable
+from tandem_cli.model_files.model_folders import find_model
 
 
 def flags_of(service: Service) -> dict[str, str]:
@@ -152,7 +152,7 @@ def test_colocated_starts_no_prefill_workers() -> None:
 
 
 def test_each_model_has_workers_and_cores_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem_cli.deployment.available_cores", lambda: range(8))
+    monkeypatch.setattr("tandem_cli.local_mesh.deployment.available_cores", lambda: range(8))
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text("{}")

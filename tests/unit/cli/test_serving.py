@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.low_code import LowCode, read_low_code
-from tandem_cli.low_code_keys import KNOBS
-from tandem_cli.up_settings import UpSettings, passed_on, roles_of
+from tandem_cli.configuration.low_code import LowCode, read_low_code
+from tandem_cli.configuration.low_code_keys import KNOBS
+from tandem_cli.configuration.up_settings import UpSettings, passed_on, roles_of
 
 PROPERTIES = r"""
 # a model of LMI

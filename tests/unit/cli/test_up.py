@@ -21,15 +21,15 @@ from mesh.rpc.probe import ProbeSettings
 from mesh.settings import near_name
 from rank_worker.settings import RankSettings
 from switchable_worker.settings import SwitchableSettings
-from tandem_cli import supervisor as supervisor_module
-from tandem_cli.deployment import Deployment
-from tandem_cli.display import Display
-from tandem_cli.launcher import LocalLauncher
+from tandem_cli.configuration.up_settings import REPLACED, ROLES, UpSettings, all_names, check_names
+from tandem_cli.local_mesh import supervisor as supervisor_module
+from tandem_cli.local_mesh.deployment import Deployment
+from tandem_cli.local_mesh.display import Display
+from tandem_cli.local_mesh.launcher import LocalLauncher
+from tandem_cli.local_mesh.ports import NO_GRPC_PROXY, NO_PROXY, reach_directly
+from tandem_cli.local_mesh.supervisor import MeshFailed, Supervisor, _TrialEnded
+from tandem_cli.local_mesh.trial import Trial
 from tandem_cli.main import main
-from tandem_cli.ports import NO_GRPC_PROXY, NO_PROXY, reach_directly
-from tandem_cli.supervisor import MeshFailed, Supervisor, _TrialEnded
-from tandem_cli.trial import Trial
-from tandem_cli.up_settings import REPLACED, ROLES, UpSettings, all_names, check_names
 from tests.defects import Repaired
 from tests.fakes.sdk_router import running_router
 
@@ -385,7 +385,7 @@ def test_workers_have_ranks_and_cores_for_them(
     monkeypatch: pytest.MonkeyPatch,
     repaired: Repaired,
 ) -> None:
-    for module in ("up", "deployment"):
+    for module in ("up", "local_mesh.deployment"):
         monkeypatch.setattr(f"tandem_cli.{module}.available_cores", lambda: range(8))
     monkeypatch.setattr("worker.settings.num_numa_nodes", lambda: 2)
     for name, value in environ.items():
@@ -416,8 +416,8 @@ def test_the_ranks_of_a_partition_have_cores(
         (out / MANIFEST).write_text(json.dumps(manifest | {"tensor_parallel": 3, "pipeline_parallel": 1}))
         return ""
 
-    monkeypatch.setattr("tandem_cli.preparation._run_partition", write)
-    for module in ("up", "deployment"):
+    monkeypatch.setattr("tandem_cli.local_mesh.preparation._run_partition", write)
+    for module in ("up", "local_mesh.deployment"):
         monkeypatch.setattr(f"tandem_cli.{module}.available_cores", lambda: range(8))
     deployment, _ = prepared("--partition", str(out), "--tensor-parallel", "max")
     assert [len(worker.cores) for worker in deployment.workers("127.0.0.1:1")] == [3, 3]
@@ -562,7 +562,7 @@ def test_the_default_port_for_http_is_none_of_the_routers(
     prepared: Prepared, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, repaired: Repaired
 ) -> None:
     free = _free_port()
-    monkeypatch.setattr("tandem_cli.ports.DEFAULT_HTTP_PORT", free)
+    monkeypatch.setattr("tandem_cli.local_mesh.ports.DEFAULT_HTTP_PORT", free)
     deployment, _ = prepared()
     assert deployment.settings.http_port == free
     deployment, _ = prepared("--port", str(free))

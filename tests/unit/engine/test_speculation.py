@@ -17,7 +17,7 @@ from engine.settings import SchedulerConfig, Speculation
 from engine.speculation.cost import Acceptance, CostFit, DraftCosts, StepCost, plan_lengths
 from engine.speculation.drafters import DraftModel, NgramDrafter
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.model_folders import BUNDLED_MODELS
+from tandem_cli.model_files.model_folders import BUNDLED_MODELS
 from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FakeKVStore, FakeRunner, fake_continuation

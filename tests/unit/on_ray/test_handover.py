@@ -10,12 +10,12 @@ import pytest
 from decode_worker.settings import DecodeSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
-from tandem_cli.deployment import Deployment, ModelDeployment
-from tandem_cli.hardware import CoreAssignment
-from tandem_cli.model_folders import BUNDLED, BUNDLED_MODELS
+from tandem_cli.configuration.up_settings import UpSettings
+from tandem_cli.local_mesh.deployment import Deployment, ModelDeployment
+from tandem_cli.local_mesh.hardware import CoreAssignment
+from tandem_cli.model_files.model_folders import BUNDLED, BUNDLED_MODELS
 from tandem_cli.on_ray.handover import Handover, hand_over
 from tandem_cli.on_ray.resources import WorkerResources
-from tandem_cli.up_settings import UpSettings
 
 KEY = "0123456789abcdef-mesh-key"
 REDIS = "redis://user:password@redis:6379/0"

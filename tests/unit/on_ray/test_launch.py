@@ -12,8 +12,8 @@ pytest.importorskip("ray", reason="needs the extra ray")
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import Service
-from tandem_cli.launcher import ServiceEvent
+from tandem_cli.local_mesh.deployment import Service
+from tandem_cli.local_mesh.launcher import ServiceEvent
 from tandem_cli.on_ray import launch
 from tandem_cli.on_ray.handover import Handover
 from tandem_cli.on_ray.launch import RayWorker

@@ -3,12 +3,12 @@
 import pytest
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import Deployment, ModelDeployment
-from tandem_cli.hardware import CoreAssignment
-from tandem_cli.model_folders import BUNDLED, BUNDLED_MODELS
+from tandem_cli.configuration.up_settings import UpSettings
+from tandem_cli.local_mesh.deployment import Deployment, ModelDeployment
+from tandem_cli.local_mesh.hardware import CoreAssignment
+from tandem_cli.model_files.model_folders import BUNDLED, BUNDLED_MODELS
 from tandem_cli.on_ray.launch import worker_needs
 from tandem_cli.on_ray.resources import WorkerNeed
-from tandem_cli.up_settings import UpSettings
 
 
 def needs(cluster_gpus: float = 0, **values: str) -> dict[str, WorkerNeed]:

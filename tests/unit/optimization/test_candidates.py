@@ -6,7 +6,7 @@ from engine.models.read_config import load_decoder_config
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import as_flags
 from tandem_cli.capacity.roofline import Precision
-from tandem_cli.model_folders import BUNDLED
+from tandem_cli.model_files.model_folders import BUNDLED
 from tandem_cli.optimization.candidates import (
     BASE,
     USUAL,

@@ -10,10 +10,10 @@ import pytest
 
 from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import Deployment
-from tandem_cli.low_code import WRITTEN_BY, find_written
+from tandem_cli.configuration.low_code import WRITTEN_BY, find_written
+from tandem_cli.local_mesh.deployment import Deployment
 from tandem_cli.main import main
-from tandem_cli.model_folders import BUNDLED, BUNDLED_MODELS
+from tandem_cli.model_files.model_folders import BUNDLED, BUNDLED_MODELS
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout
 from tandem_cli.optimization.choice import PrecisionQuality, Result, choose
 from tandem_cli.optimization.recipe import Recipe

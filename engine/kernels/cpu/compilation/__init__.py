@@ -1,0 +1,1 @@
+"""How kernels are compiled: numba and LLVM code, kept on disk, called by address."""

@@ -1,0 +1,1 @@
+"""Matrix products: packed weights, register tiles of each type, and what follows a product."""

@@ -1,0 +1,314 @@
+"""Weights in the layout that the products of `matmul.py` read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike
+from torch import Tensor
+
+from engine.kernels.cpu.arguments import Array, Int32s, Int64s, Weights
+from engine.kernels.cpu.buffers import aligned, round_up
+from engine.kernels.cpu.machine import (
+    CACHE_LINE_BYTES,
+    EIGHT_BITS,
+    FOUR_BITS,
+    FP8_FACTOR,
+    GROUP,
+    HALF_BYTES,
+    IN_BF16,
+    IN_FP32,
+    LEVELS,
+    PAIR,
+    PANEL,
+    UNIT,
+    VECTOR_BYTES,
+    ZERO_POINT,
+    knows_bf16,
+    knows_vnni,
+    widens_ahead,
+)
+from engine.kernels.cpu.products.nibbles import (
+    BLOCK_HEAD_BYTES,
+    SCALES_BYTES,
+    bytes_per_input,
+    panel_bytes,
+)
+from engine.kernels.cpu.products.tiles import form_bytes
+
+DTYPES: Mapping[torch.dtype, DTypeLike] = {
+    torch.float32: np.float32,
+    torch.float16: np.uint16,
+    torch.bfloat16: np.int16,
+    torch.int8: np.int8,
+    torch.uint8: np.uint8,
+    torch.float8_e4m3fn: np.bool_,
+}
+"""Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU, nor fp8. uint8 is
+int4. A model in fp8 may have bf16 and fp32 beside it: see MatrixShape.runs.
+"""
+_INPUTS_IN_LANE = {torch.int8: GROUP, torch.bfloat16: PAIR}
+"""Inputs that lie side by side in each of a panel's columns."""
+_ROWS_AT_ONCE = 1024
+_INT8_DEPTH = 64
+"""Inputs are padded to a multiple of it in int8: the bytes in a row of an AMX tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixShape:
+    """Columns (outputs) and inputs of a matrix. `gated`: its outputs are all gates, then all ups. `group`: inputs that
+    share a scale, in int4; one of INT4_GROUPS. `numbers`: FOUR_BITS, in which LEVELS take as much room, or EIGHT_BITS.
+    `runs`, in fp8: how many units have one form, and that form (machine.py), one run after the other.
+    """
+
+    columns: int
+    inputs: int
+    gated: bool = False
+    group: int = 0
+    numbers: int = FOUR_BITS
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def padded_columns(self) -> int:
+        return round_up(self.columns, UNIT)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of inputs; the last may be narrower."""
+        return -(-self.inputs // self.group)
+
+
+class Packer:
+    """Packs matrices one by one into memory that is allocated for all of them."""
+
+    def __init__(self, shapes: Sequence[MatrixShape], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._shapes = shapes
+        columns = [shape.padded_columns for shape in shapes]
+        column_ends = np.cumsum([0, *columns])
+        weight_ends = np.cumsum([0, *(_num_elements(shape, dtype) for shape in shapes)])
+        depths = [_row_elements(shape, dtype) for shape in shapes]
+        counts = [round_up(shape.columns, PANEL) for shape in shapes]
+        groups, numbers = ([getattr(shape, name) for shape in shapes] for name in ("group", "numbers"))
+        no_order = [0] * len(shapes)
+        facts = [*zip(weight_ends[:-1], column_ends[:-1], depths, counts, groups, no_order, numbers, strict=True)]
+        self._orders: list[Int32s] = []
+        self._weights = Weights(
+            packed=aligned(int(weight_ends[-1]), DTYPES[dtype]),
+            scales=np.ones(column_ends[-1], np.float32),
+            offsets=np.zeros(column_ends[-1], np.int32),
+            biases=np.zeros(column_ends[-1], np.float32),
+            matrices=np.array(facts, np.int64),
+            orders=np.empty(0, np.int32),
+            units=np.concatenate([np.empty((0, 2), np.int64), *map(_unit_table, shapes)]),
+        )
+
+    @property
+    def weights(self) -> Weights:
+        """The matrices that were put."""
+        return self._weights._replace(orders=np.concatenate([self._weights.orders, *self._orders]))
+
+    def put(self, index: int, weight: Tensor, *, scales: Tensor | None = None, bias: Tensor | None = None) -> None:
+        """Pack matrix number `index`; its outputs become columns.
+
+        weight: [outputs, inputs] of the packer's dtype; scales, for int8, and bias: fp32 [outputs].
+        """
+        shape, depth = self._shapes[index], int(self._weights.matrices[index, 2])
+        arrange = _interleave if shape.gated else _pad_columns
+        weight = arrange(weight, shape.padded_columns)
+        columns = self._put_bias(index, bias)
+        target = self._target(index, shape.padded_columns * depth).view(weight.dtype)
+        if scales is not None:
+            weight = _pad_inputs(weight, depth)
+            self._weights.scales[columns] = arrange(scales, shape.padded_columns).numpy()
+            self._weights.offsets[columns] = ZERO_POINT * _row_sums(weight).numpy()
+        together = _INPUTS_IN_LANE.get(weight.dtype, 1)
+        panels = weight.view(-1, PANEL, depth // together, together).transpose(1, 2)
+        target.view(panels.shape).copy_(panels)
+
+    def put_groups(
+        self, index: int, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, *, is_mxfp4: bool = False
+    ) -> None:
+        """Pack matrix number `index` in int4: number [output, input] is (weight - zeros[group]) * scales[group]. With
+        `is_mxfp4`, weights are numbers of levels, see nibbles.py.
+
+        weight: uint8 [outputs, inputs], 0 to 15, or to 255 if they are EIGHT_BITS; scales: fp32 [outputs, num_groups],
+        kept in fp16 beside a power of two for each output; zeros: uint8 as scales; bias: fp32 [outputs].
+        """
+        shape, num_groups = self._shapes[index], self._shapes[index].num_groups
+        arrange = _interleave if shape.gated else _pad_columns
+        weight, scales, zeros = (arrange(values, shape.padded_columns) for values in (weight, scales, zeros))
+        columns, num_panels = self._put_bias(index, bias), shape.padded_columns // PANEL
+        if is_mxfp4:
+            self._weights.matrices[index, 6] = LEVELS
+        powers = torch.exp2(torch.frexp(scales.abs().amax(1)).exponent - 1)
+        self._weights.scales[columns] = powers.numpy()
+        target = self._target(index, _num_elements(shape, torch.uint8)).view(num_panels, -1)
+        heads = target[:, : num_groups * SCALES_BYTES].view(num_panels, num_groups, SCALES_BYTES)
+        halves = (scales / powers[:, None]).half().view(num_panels, PANEL, num_groups).transpose(1, 2).contiguous()
+        heads[:, :, : PANEL * HALF_BYTES] = halves.view(torch.uint8)
+        heads[:, :, PANEL * HALF_BYTES :] = zeros.view(num_panels, PANEL, num_groups).transpose(1, 2)
+        weight = _pad_inputs(weight, num_groups * shape.group)
+        packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(num_panels, -1, PANEL, GROUP)
+        if shape.numbers == EIGHT_BITS:
+            packed.copy_(weight.view(num_panels, PANEL, -1, GROUP).transpose(1, 2))
+        else:
+            octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
+            torch.bitwise_or(octets[0], octets[1] << 4, out=packed)
+
+    def put_forms(
+        self, index: int, numbers: Tensor | None, octets: Tensor | None, scales: Tensor | None, bias: Tensor | None
+    ) -> None:
+        """Pack matrix number `index` of a model in fp8.
+
+        numbers: fp32 or bf16 [outputs, inputs], of which units that are not fp8 are packed; octets, e4m3 [outputs,
+        inputs], and scales, fp32 [outputs, groups], are for the others; bias: fp32 [outputs].
+        """
+        shape, first = self._shapes[index], 0
+        arrange = _interleave if shape.gated else _pad_columns
+        self._put_bias(index, bias)
+        given = (numbers, None if octets is None else octets.view(torch.uint8), scales)
+        arranged = [None if values is None else arrange(values, shape.padded_columns) for values in given]
+        target = self._target(index, _num_elements(shape, torch.float8_e4m3fn)).view(torch.uint8)
+        for count, form in shape.runs:
+            columns, size = slice(first * UNIT, (first + count) * UNIT), count * 2 * form_bytes(shape.inputs, form)
+            _put_run(target[:size].view(2 * count, -1), form, *(None if v is None else v[columns] for v in arranged))
+            target, first = target[size:], first + count
+
+    def multiply(self, index: int, factor: float) -> None:
+        """Multiply what products with matrix number `index` give, but for the bias."""
+        first, columns = self._weights.matrices[index, 1], self._shapes[index].padded_columns
+        self._weights.scales[first : first + columns] *= np.float32(factor)
+
+    def put_order(self, index: int, order: Tensor) -> None:
+        """Matrix number `index` was put with its inputs in this order: int [inputs], the input in each place."""
+        self._orders.append(order.to(torch.int32).numpy())
+        self._weights.matrices[index, 5] = sum(map(len, self._orders))
+
+    def _put_bias(self, index: int, bias: Tensor | None) -> slice:
+        """Returns the matrix's columns."""
+        shape, column_at = self._shapes[index], self._weights.matrices[index, 1]
+        columns = slice(column_at, column_at + shape.padded_columns)
+        if bias is not None:
+            arrange = _interleave if shape.gated else _pad_columns
+            self._weights.biases[columns] = arrange(bias, shape.padded_columns).numpy()
+        return columns
+
+    def _target(self, index: int, num_elements: int) -> Tensor:
+        weight_at = self._weights.matrices[index, 0]
+        return as_tensor(self._weights.packed[weight_at : weight_at + num_elements])
+
+
+def _row_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
+    """Elements of a row of the left operand."""
+    if dtype == torch.uint8:
+        return shape.num_groups * (shape.group + BLOCK_HEAD_BYTES)
+    return round_up(shape.inputs, _INT8_DEPTH) if dtype == torch.int8 else shape.inputs
+
+
+def _num_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
+    """Elements of a packed matrix."""
+    if dtype == torch.float8_e4m3fn:
+        return sum(count * 2 * form_bytes(shape.inputs, form) for count, form in shape.runs)
+    if dtype != torch.uint8:
+        return shape.padded_columns * _row_elements(shape, dtype)
+    return shape.padded_columns // PANEL * panel_bytes(shape.num_groups, shape.group, bytes_per_input(shape.numbers))
+
+
+def unit_runs(columns: int, forms: Tensor, *, gated: bool) -> tuple[tuple[int, int], ...]:
+    """`MatrixShape.runs` of a matrix whose outputs have these forms, int64 [outputs]. A unit of several is in fp32."""
+    arrange, padded = _interleave if gated else _pad_columns, round_up(columns, UNIT)
+    units = arrange(forms + 1, padded).view(-1, UNIT)  # 0 stands for padding
+    most = units.amax(1)
+    least = torch.where(units == 0, most[:, None], units).amin(1)
+    of_units, counts = torch.unique_consecutive(torch.where(most == least, most - 1, IN_FP32), return_counts=True)
+    return tuple(zip(counts.tolist(), of_units.tolist(), strict=True))
+
+
+def _unit_table(shape: MatrixShape) -> Int64s:
+    """`Weights.units` of a matrix."""
+    sizes = np.repeat(
+        np.array([2 * form_bytes(shape.inputs, form) for _, form in shape.runs], np.int64),
+        counts := np.array([count for count, _ in shape.runs], np.int64),
+    )
+    forms = np.repeat(np.array([form for _, form in shape.runs], np.int64), counts)
+    return np.stack((np.cumsum(sizes) - sizes, forms), 1)
+
+
+def _put_run(target: Tensor, form: int, numbers: Tensor | None, octets: Tensor | None, scales: Tensor | None) -> None:
+    """Pack columns of one form into the bytes [panels, panel_bytes]."""
+    num_panels = len(target)
+    if form in (IN_FP32, IN_BF16):
+        assert numbers is not None
+        together = PAIR if form == IN_BF16 else 1
+        panels = numbers.view(num_panels, PANEL, -1, together).transpose(1, 2)
+        target.view(torch.bfloat16 if form == IN_BF16 else torch.float32).view(panels.shape).copy_(panels)
+        return
+    assert octets is not None
+    assert scales is not None
+    num_groups = -(-octets.shape[1] // form)
+    heads = target[:, : num_groups * VECTOR_BYTES].view(torch.float32).view(num_panels, num_groups, PANEL)
+    heads.copy_(FP8_FACTOR * scales[:, :num_groups].reshape(num_panels, PANEL, num_groups).transpose(1, 2))
+    body = target[:, num_groups * VECTOR_BYTES :].view(num_panels, -1, PANEL)
+    body.copy_(octets.view(num_panels, PANEL, -1).transpose(1, 2))
+
+
+def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:
+    """The numpy types of the left operand of products with these weights, and of their sums. uint16 stands for int16,
+    as int16 does for bf16.
+    """
+    if weights.packed.dtype == np.int8:
+        return np.uint8 if knows_vnni() else np.uint16, np.int32
+    if weights.packed.dtype == np.int16 and knows_bf16():
+        return np.int16, np.float32
+    return np.int8 if weights.packed.dtype == np.uint8 else np.float32, np.float32
+
+
+def wide_size(weights: Weights) -> int:
+    """Numbers of `Operand.wide` with which no weights are widened anew for each tile; 0 if none are."""
+    is_widened = operand_dtypes(weights)[0] == np.float32 and weights.packed.dtype != np.float32
+    return UNIT * int(weights.matrices[:, 2].max()) if widens_ahead() and is_widened else 0
+
+
+def as_tensor(weights: Array) -> Tensor:
+    """Weights in one of `DTYPES` as a tensor of the type that they stand for; shares their memory."""
+    dtype = next(dtype for dtype, stored in DTYPES.items() if weights.dtype == stored)
+    return torch.from_numpy(weights).view(dtype)
+
+
+def as_array(weights: Tensor) -> Array:
+    """The reverse of `as_tensor`."""
+    array: Array = weights.view(torch.int16).numpy() if weights.itemsize == HALF_BYTES else weights.numpy()
+    return array.view(DTYPES[weights.dtype])
+
+
+def _pad_inputs(weight: Tensor, depth: int) -> Tensor:
+    """`weight` [outputs, inputs] as [outputs, depth]; not a copy if it has so many inputs."""
+    missing = depth - weight.shape[1]
+    return torch.nn.functional.pad(weight, (0, missing)) if missing else weight
+
+
+def _row_sums(weight: Tensor) -> Tensor:
+    """int32 [outputs] of int8 [outputs, depth]. Some rows at a time, because torch widens before it adds."""
+    return torch.cat([rows.sum(1, dtype=torch.int32) for rows in torch.split(weight, _ROWS_AT_ONCE)])
+
+
+def _pad_columns(values: Tensor, columns: int) -> Tensor:
+    if values.shape[0] == columns:
+        return values
+    padded = values.new_zeros(columns, *values.shape[1:])
+    padded[: values.shape[0]] = values
+    return padded
+
+
+def _interleave(values: Tensor, columns: int) -> Tensor:
+    """Rearrange the halves, gate and up, as alternating panels."""
+    half = values.shape[0] // 2
+    panels = values.new_zeros(columns // (2 * PANEL), 2, PANEL, *values.shape[1:])
+    num_full = half // PANEL
+    for i, rows in enumerate((values[:half], values[half:])):
+        panels[:num_full, i] = rows[: num_full * PANEL].view(num_full, PANEL, *values.shape[1:])
+        if half % PANEL:
+            panels[num_full, i, : half % PANEL] = rows[num_full * PANEL :]
+    return panels.flatten(0, 2)

@@ -1,0 +1,139 @@
+"""The tokens of a step in a recurrent layer, between its projections, as engine/models/recurrent computes it in torch.
+
+States are updated where they lie, in rows of the KV cache. A unit of work is some channels of a sequence, or a value
+head, or those that share a key head. It takes the sequence's tokens one after the other, and reads and writes numbers
+of its own, so results depend neither on chunks, nor on other sequences, nor on the number of threads.
+"""
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from engine.kernels.cpu.arguments import (
+    CONV,
+    CONVOLVE,
+    DELTA,
+    GATE_ROWS,
+    NO_RECURRENCE,
+    NO_STATE_STEPS,
+    Address,
+    Floats,
+    MixPart,
+    Range,
+    Recurrent,
+    StateSteps,
+)
+from engine.kernels.cpu.compilation.compiler import entry, jit
+from engine.kernels.cpu.compilation.emitter import (
+    Builder,
+    CodeContext,
+    Emitter,
+    Intrinsic,
+    NumbaType,
+    Signature,
+    TypingContext,
+    Value,
+    Values,
+    emitted,
+)
+from engine.kernels.cpu.compilation.pieces import address_of, call_at
+from engine.kernels.cpu.compilation.stored import value_of, value_type
+from engine.kernels.cpu.machine import CACHE_LINE_BYTES, FLOAT_BYTES, LANES
+from engine.kernels.cpu.recurrent.delta_heads import mix_heads
+from engine.kernels.cpu.recurrent.scan_heads import convolve_channels, gate_and_norm, scan_head
+from engine.kernels.cpu.recurrent.states import MixedRows, mix_channels, tokens_of
+from engine.kernels.cpu.threads.barrier import share_of
+from engine.kernels.cpu.vectors import address
+
+_numba: Any = numba  # it does not annotate its functions
+_CONV_CHANNELS = 256
+"""Channels of a unit of short convolutions."""
+
+
+@entry
+def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: Floats, part: MixPart) -> None:
+    """Compute a part of a recurrent layer. rows: [num_tokens, projected], which are overwritten; out: [num_tokens,
+    result_width].
+    """
+    at = MixedRows(address(rows), rows.shape[1] * FLOAT_BYTES, address(out), out.shape[1] * FLOAT_BYTES)
+    stage = part.stage
+    if stage == GATE_ROWS:
+        gate_and_norm(recurrent, layer, share_of(len(rows), part.number, part.num_parts), at)
+        return
+    num_units = _num_units(recurrent, stage)
+    work, matrix = num_units * len(rows), _aligned(recurrent.key_dim * recurrent.value_dim)
+    first, end = share_of(work, part.number, part.num_parts)
+    for seq in range(len(steps.tables)):
+        tokens = tokens_of(steps, seq)
+        for unit in range(num_units):
+            place = num_units * tokens.first + unit * (tokens.end - tokens.first)
+            if place < first or place >= end:
+                continue
+            own = Range(unit * _CONV_CHANNELS, min(recurrent.taps.shape[2], (unit + 1) * _CONV_CHANNELS))
+            if stage == CONVOLVE:
+                convolve_channels(recurrent, layer, steps, tokens, own, at)
+            elif recurrent.kind == CONV:
+                mix_channels(recurrent, layer, steps, tokens, own, at)
+            elif recurrent.kind == DELTA:
+                mix_heads(recurrent, layer, steps, tokens, unit, matrix, at)
+            else:
+                scan_head(recurrent, layer, steps, tokens, unit, matrix, at)
+
+
+@jit
+def _aligned(size: int) -> Floats:
+    """Numbers that begin at a cache line: vectors that lie across two take three times as long."""
+    numbers = np.empty(size + LANES, np.float32)
+    first = -address(numbers) % CACHE_LINE_BYTES // FLOAT_BYTES
+    return numbers[first : first + size]
+
+
+@jit
+def _num_units(recurrent: Recurrent, stage: int) -> int:
+    """Units of each sequence: blocks of channels, key heads or heads."""
+    if stage == CONVOLVE or recurrent.kind == CONV:
+        return -(-recurrent.taps.shape[2] // _CONV_CHANNELS)
+    return recurrent.num_key_heads if recurrent.kind == DELTA else recurrent.rates.shape[1]
+
+
+@emitted
+def call_mix(
+    typing: TypingContext,
+    mix_at: NumbaType,
+    recurrent: NumbaType,
+    layer: NumbaType,
+    steps: NumbaType,
+    rows: NumbaType,
+    out: NumbaType,
+    part: NumbaType,
+) -> Intrinsic:
+    """Call `mix` by its address. So its code, which depends on no type of weights, is compiled once, and only for
+    models that have recurrent layers.
+    """
+    given = (recurrent, layer, steps, rows, out, part)
+    kinds = tuple(map(value_type, given))
+    if kinds != _mix_types():
+        raise TypeError(f"mix is compiled for {_mix_types()}, not for {kinds}")
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values = [value_of(emit, *each) for each in zip(given, args[1:], strict=True)]
+        return call_at(emit, args[0], kinds, types.none, values)
+
+    return types.void(types.intp, *given), generate
+
+
+@cache
+def mix_address() -> Address:
+    """The address of `mix`, which is compiled or loaded from disk."""
+    return address_of(mix, _mix_types())
+
+
+@cache
+def _mix_types() -> tuple[Any, ...]:
+    """The types of the arguments of `mix`."""
+    rows = np.empty((0, 0), np.float32)
+    return tuple(map(_numba.typeof, (NO_RECURRENCE, 0, NO_STATE_STEPS, rows, rows, MixPart(0, 0, 1))))

@@ -1,0 +1,1 @@
+"""Rows of logits: masks, log-probabilities, random tokens."""

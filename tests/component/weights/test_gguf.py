@@ -1,0 +1,315 @@
+"""`tandem convert MODEL.gguf OUT`: configuration, weights and tokenizer are those that the file was made from."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from checkpoint.gguf.file import open_gguf
+from checkpoint.gguf.tokenizer import _WORDS
+from checkpoint.model_files import read_model_facts
+from checkpoint.partition_manifest import MANIFEST
+from checkpoint.source import ModelSource
+from checkpoint.tokenizer_files import load_tokenizer
+from engine.loading.load_runner import load_model_runner
+from engine.models.read_config import load_config
+from engine.quantizer.shards import ShardWriter
+from mesh.domain.errors import ConfigurationError
+from tandem_cli.main import main
+from tandem_cli.model_files.convert_folder import convert_folder
+from tandem_cli.model_files.convert_gguf import convert_gguf
+from tests.component.arms import settings
+from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, llama_like, randomise, save_tokenizer
+from tests.component.parity import check_parity
+from tests.component.test_tokenizer_files import TEXTS
+from tests.component.weights.gguf_files import write_gguf, write_sentencepiece
+from tests.fakes.tokenizers import TEXT, write_llama
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GEMMA = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 32}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    name: (FAMILIES | OTHER_FAMILIES)[name]
+    for name in (
+        *("llama", "llama-tied", "llama-biases", "llama-multi-query", "llama-linear", "llama-yarn", "qwen2", "qwen3"),
+        *("qwen3-moe", "gemma", "phi3", "phi3-longrope", "phi", "granite", "stablelm", "gpt2", "gpt-bigcode", "bloom"),
+        *("falcon-7b", "falcon-40b", "falcon-11b", "gpt-neox", "gpt-neox-sequential"),
+    )
+}
+MODELS |= {
+    "llama3": lambda: llama_like("llama", rope_parameters=_LLAMA3, tie_word_embeddings=True),
+    "mixtral": lambda: llama_like("mixtral", num_local_experts=4),
+    "qwen2-moe": lambda: llama_like(
+        "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48
+    ),
+    "starcoder2": lambda: llama_like("starcoder2"),
+    "gemma2": lambda: llama_like("gemma2", **_GEMMA),
+    "gemma3": lambda: llama_like("gemma3_text", num_hidden_layers=7, rope_local_base_freq=10_000.0, **_GEMMA),
+}
+KNOWN_TO_TRANSFORMERS = {
+    *("llama", "llama-tied", "llama-multi-query", "qwen2", "gemma2", "phi3"),
+    *("gpt2", "bloom", "falcon-7b", "stablelm", "starcoder2"),
+}
+
+
+def write_model(model: PreTrainedModel, folder: Path) -> Path:
+    torch.manual_seed(0)
+    randomise(model)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_becomes_what_it_was(name: str, tmp_path: Path) -> None:
+    model_dir, out = write_model(MODELS[name](), tmp_path / "model"), tmp_path / "out"
+    path = write_gguf(model_dir, tmp_path / "model.gguf")
+    assert main(["convert", str(path), str(out)]) == 0
+    assert load_config(out) == load_config(model_dir)
+    found, wanted = weights(out), weights(model_dir)
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        torch.testing.assert_close(found[key], tensor, rtol=0.0, atol=3e-7 if "gemma" in name else 0.0, msg=key)
+    assert read_model_facts(out).eos_token_ids == read_model_facts(model_dir).eos_token_ids
+    if name in KNOWN_TO_TRANSFORMERS:  # whose reader is not ours: the file is one that others read
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).state_dict()
+        for key, tensor in found.items():
+            torch.testing.assert_close(theirs[key], tensor, rtol=0.0, atol=3e-7, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "most"),
+    [("BF16", "bfloat16", 0.0), ("F16", "float16", 0.0), ("Q8_0", "bfloat16", 0.02), ("Q4_0", "bfloat16", 0.15)],
+)
+def test_quantised_matrices_are_dequantised(kind: str, dtype: str, most: float, tmp_path: Path) -> None:
+    """`most`: how far a matrix may lie from the original, as a share of it."""
+    model = llama_like("llama", hidden_size=128).to(getattr(torch, dtype))
+    model_dir, out = write_model(model, tmp_path / "model"), tmp_path / "out"
+    path = write_gguf(model_dir, tmp_path / "model.gguf", kind)
+    assert main(["convert", str(path), str(out)]) == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == dtype
+    for key, wanted in weights(model_dir).items():
+        found = weights(out)[key]
+        assert found.dtype == getattr(torch, dtype)
+        distance = (found.float() - wanted.float()).norm() / wanted.float().norm()
+        assert distance <= (most if wanted.ndim > 1 else 0.0), key
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2"])
+def test_old_files_become_what_they_were(name: str, tmp_path: Path) -> None:
+    """Each expert has tensors of its own, and the embedding is there twice."""
+    model_dir, out = write_model(MODELS[name](), tmp_path / "model"), tmp_path / "out"
+    path = write_gguf(model_dir, tmp_path / "model.gguf", is_from_2023=True)
+    assert main(["convert", str(path), str(out)]) == 0
+    assert load_config(out) == load_config(model_dir)
+    found, wanted = weights(out), weights(model_dir)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("name", ["llama3", "mixtral", "qwen2-moe", "falcon-40b", "granite", "gpt2"])
+def test_what_is_converted_is_served(name: str, tmp_path: Path) -> None:
+    model_dir, out = write_model(MODELS[name](), tmp_path / "model"), tmp_path / "out"
+    main(["convert", str(write_gguf(model_dir, tmp_path / "model.gguf")), str(out)])
+    check_parity(model_dir, load_model_runner(settings(out)))
+
+
+def byte_level(words: str, folder: Path) -> Path:
+    """A checkpoint whose tokenizer has learnt merges and cuts words as `words` says; returns the folder."""
+    pattern, digits = _WORDS[words], [pre_tokenizers.Digits(individual_digits=True)] if words == "smollm" else []
+    cut = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    tokenizer = Tokenizer(BPE(ignore_merges=words in ("llama-bpe", "tekken")))
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, *cut, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<s>", "</s>", "<pad>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([*TEXTS, TEXT], trainer)
+    write_model(llama_like("llama", vocab_size=512), folder)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("words", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+def test_texts_have_their_ids(words: str, tmp_path: Path) -> None:
+    model_dir, out = byte_level(words, tmp_path / "model"), tmp_path / "out"
+    assert main(["convert", str(write_gguf(model_dir, tmp_path / "model.gguf", words=words)), str(out)]) == 0
+    ours, original = load_tokenizer(out), Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    for text in [*TEXTS, "<s>a<think>b</s>", "it's 123456 O'Neill\r\n\r\n  x"]:
+        text = text if words != "qwen2" else text.replace("e\u0301", "é")  # which NFC does
+        ids = original.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False).ids == ids, text
+        assert ours.decode(ids, skip_special_tokens=True) == original.decode(ids, skip_special_tokens=True), text
+    assert json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
+
+
+def test_texts_have_their_ids_in_sentencepiece(tmp_path: Path) -> None:
+    """But for a space at the beginning, which transformers takes for the one that is put there."""
+    model_dir = write_model(llama_like("llama", vocab_size=512), tmp_path / "model")
+    write_llama(model_dir)
+    (model_dir / "tokenizer.json").unlink()
+    path, out = write_sentencepiece(model_dir, tmp_path / "model.gguf"), tmp_path / "out"
+    assert main(["convert", str(path), str(out)]) == 0
+    ours = load_tokenizer(out)
+    theirs: Any = sentencepiece.SentencePieceProcessor(model_file=str(model_dir / "tokenizer.model"))
+    for text in (text for text in TEXTS[:8] if not text.startswith(" ")):
+        assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text), text
+    assert ours.encode("a").ids[0] == theirs.bos_id()
+
+
+def test_a_tokenizer_may_be_that_of_the_original(tmp_path: Path) -> None:
+    model_dir, out = write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "out"
+    path = write_gguf(model_dir, tmp_path / "model.gguf", words="unheard-of")
+    with pytest.raises(ConfigurationError, match=r"cuts words as unheard-of.*--tokenizer FOLDER"):
+        convert_gguf(path, out, None)
+    assert not out.exists()
+    assert main(["convert", str(path), str(out), "--tokenizer", str(model_dir)]) == 0
+    assert (out / "tokenizer.json").read_bytes() == (model_dir / "tokenizer.json").read_bytes()
+    assert load_config(out) == load_config(model_dir)
+
+
+def test_the_end_of_answers_is_that_of_the_original(tmp_path: Path) -> None:
+    """Its config.json may say it alone. What describes its weights is left out."""
+    model_dir, out = write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "out"
+    path = write_gguf(model_dir, tmp_path / "model.gguf")
+    (model_dir / "generation_config.json").unlink()
+    stated = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(stated | {"eos_token_id": [7, 9]}))
+    for name in ("quantize_config.json", MANIFEST):
+        (model_dir / name).write_text("{}")
+    assert main(["convert", str(path), str(out), "--tokenizer", str(model_dir)]) == 0
+    assert read_model_facts(out).eos_token_ids == {7, 9}
+    assert not {"quantize_config.json", MANIFEST} & {file.name for file in out.iterdir()}
+
+
+def test_bad_files_are_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_dir = write_model(MODELS["llama"](), tmp_path / "model")
+    whole = write_gguf(model_dir, tmp_path / "model.gguf").read_bytes()
+    bad = tmp_path / "bad.gguf"
+    for content in (b"", b"GGUF", b"PK" + whole[2:], whole[:200], whole[: len(whole) // 2]):
+        bad.write_bytes(content)
+        with pytest.raises(ConfigurationError, match="truncated or no GGUF file"):
+            open_gguf(bad)
+    part = tmp_path / "model-00001-of-00002.gguf"
+    part.write_bytes(whole)
+    with pytest.raises(ConfigurationError, match=r"there is no file .*model-00002-of-00002\.gguf"):
+        open_gguf(part)
+    with pytest.raises(ConfigurationError, match="run tandem convert"):
+        ModelSource(str(tmp_path / "model.gguf")).locate()
+    assert main(["convert", str(model_dir), str(tmp_path / "out"), "--tokenizer", str(model_dir)]) == 2
+    assert "--tokenizer is for files in GGUF" in capsys.readouterr().err
+
+
+def test_names_in_capitals_and_folders_with_a_file_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "M-00001-of-00001.GGUF"
+    model_dir = write_model(MODELS["llama"](), tmp_path / "model")
+    write_gguf(model_dir, path)
+    with pytest.raises(ConfigurationError, match=f"in llama.cpp's format: run tandem convert {path} OUT"):
+        ModelSource(str(path)).locate()
+    for wrong in (lambda: ModelSource(str(tmp_path)).locate(), lambda: convert_folder(tmp_path, tmp_path / "out")):
+        with pytest.raises(ConfigurationError, match=f"; {path.name} is in .*: run tandem convert {path} OUT"):
+            wrong()
+    assert main(["convert", str(path), str(tmp_path / "out"), "--tokenizer", str(model_dir)]) == 0
+    assert "serve it with: tandem up" in capsys.readouterr().out
+
+
+def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
+    model_dir = write_model(MODELS["llama"](), tmp_path / "model")
+    path = write_gguf(model_dir, tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes().replace(b"llama", b"lLaMa"))
+    with pytest.raises(ConfigurationError, match="architecture lLaMa; those that are read: llama, qwen2, qwen2moe"):
+        convert_gguf(path, tmp_path / "out", None)
+
+
+def test_a_count_of_nothing_is_named(tmp_path: Path) -> None:
+    path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
+    content, key = path.read_bytes(), b"llama.attention.head_count"
+    at = content.index(key) + len(key) + 4  # after the type of the value
+    path.write_bytes(content[:at] + bytes(4) + content[at + 4 :])
+    with pytest.raises(ConfigurationError, match=r"says llama\.attention\.head_count 0, which must be at least 1"):
+        convert_gguf(path, tmp_path / "out", None)
+
+
+def test_tensors_that_overlap_are_named(tmp_path: Path) -> None:
+    """One of two has the other's numbers, which nobody would notice."""
+    path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
+    content, key = bytearray(path.read_bytes()), b"blk.0.attn_q.weight"
+    at = content.index(key) + len(key) + 24  # after the dimensions and the type
+    other = content.index(b"blk.1.attn_q.weight") + len(key) + 24
+    content[at : at + 8] = content[other : other + 8]
+    path.write_bytes(content)
+    with pytest.raises(
+        ConfigurationError, match=r"damaged: tensor blk\.[01]\.attn_q.weight overlaps blk\.[01]\.attn_q"
+    ):
+        open_gguf(path)
+
+
+def test_a_tensor_without_numbers_is_named(tmp_path: Path) -> None:
+    path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
+    content, key = path.read_bytes(), b"blk.0.attn_q.weight"
+    at = content.index(key) + len(key) + 4  # after the number of its dimensions
+    path.write_bytes(content[:at] + struct.pack("<QQ", 2**59, 0) + content[at + 16 :])
+    with pytest.raises(ConfigurationError, match=r"tensor blk\.0\.attn_q\.weight has no numbers, in shape"):
+        convert_gguf(path, tmp_path / "out", None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_are_those_of_the_package(tmp_path: Path) -> None:
+    model_dir = write_model(MODELS["llama"](), tmp_path / "model")
+    file = open_gguf(write_gguf(model_dir, tmp_path / "model.gguf", "Q8_0"))
+    stored = weights(model_dir)["model.embed_tokens.weight"].numpy()
+    assert np.abs(file.read("token_embd.weight") - stored).max() <= np.abs(stored).max() / 127
+
+
+def test_a_file_that_changes_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
+    add = ShardWriter.add
+
+    def add_and_change(writer: ShardWriter, name: str, tensor: torch.Tensor) -> None:
+        add(writer, name, tensor)
+        os.utime(path, ns=(0, 0))
+
+    monkeypatch.setattr(ShardWriter, "add", add_and_change)
+    with pytest.raises(
+        ConfigurationError, match=rf"^{path} has changed since the run began, so nothing is written: run"
+    ):
+        convert_gguf(path, tmp_path / "out", None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "model.gguf"]
+
+
+def test_a_broken_file_beside_a_tokenizer_is_named(tmp_path: Path) -> None:
+    model_dir = write_model(MODELS["llama"](), tmp_path / "model")
+    path = write_gguf(model_dir, tmp_path / "model.gguf")
+    (model_dir / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match=rf"^{model_dir}/generation_config.json is not valid JSON"):
+        convert_gguf(path, tmp_path / "out", model_dir)
+    assert not (tmp_path / "out").exists()

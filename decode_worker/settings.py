@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from checkpoint.source import ModelSource
 from engine.settings import NO_SPECULATION, Speculation, graph_sizes
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import require_at_least, setting
+from mesh.setting_checks import require_at_least
+from mesh.settings import setting
 from worker.settings import WorkerSettings
 
 SPECULATIONS = ("auto", "none", "ngram", "draft")

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from mesh.settings import require_at_least, setting
+from mesh.setting_checks import require_at_least
+from mesh.settings import setting
 from worker.settings import WorkerSettings
 
 

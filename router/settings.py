@@ -8,7 +8,8 @@ from checkpoint.source import split_models
 from mesh.domain.errors import ConfigurationError
 from mesh.public_tls import PublicTlsSettings, Renewed
 from mesh.rpc.credentials import TlsIdentity
-from mesh.settings import require_above_zero, require_at_least, setting
+from mesh.setting_checks import require_above_zero, require_at_least
+from mesh.settings import setting
 from router.tenants import TRIAL, KeysFile
 
 _COUNTS = (

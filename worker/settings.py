@@ -28,7 +28,8 @@ from mesh.domain.host import host_and_port, is_loopback, is_unspecified, parse_c
 from mesh.domain.kv import Degrees
 from mesh.rpc.credentials import require_trusted_fabric
 from mesh.rpc.server import Listen
-from mesh.settings import require_at_least, setting
+from mesh.setting_checks import require_at_least
+from mesh.settings import setting
 
 log = structlog.get_logger(__name__)
 

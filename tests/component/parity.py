@@ -51,7 +51,7 @@ def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW, forced: Sequen
     model = copy.deepcopy(model)
     # Transformers calls it `cache` from 5.24 on, and warns of the older names.
     names = inspect.signature(model.forward).parameters
-    argument = next(name for name in ("cache", "cache_params", "past_key_values") if name in names)
+    argument = next((name for name in ("cache", "cache_params") if name in names), "past_key_values")
     ids, cache, token_ids, rows, options = torch.tensor([prompt]), None, [], [], {}
     for _ in range(num_new):
         if type(model).__name__ == "BambaForCausalLM":  # which counts positions from 0 in every call, unless it is told

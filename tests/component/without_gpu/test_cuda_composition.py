@@ -43,7 +43,9 @@ def batch() -> ScheduledBatch:
     items = []
     for number, (num_tokens, start) in enumerate([(6, 5), (9, 8), (9, 4), (7, 0)]):
         sequence = SequenceState(make_request(f"r{number}", range(num_tokens), sampling={"temperature": 1.0}))
-        sequence.block_table += [*range(4 * number, 4 * number + 4)] * 3  # enough for three or four groups of layers
+        sequence.block_table += [
+            *range(4 * number, 4 * number + 4)
+        ] * 15  # as long for three, four or five groups of layers
         items.append(ScheduledSequence(sequence, start, num_tokens - start))
     return ScheduledBatch(tuple(items))
 

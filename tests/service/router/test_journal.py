@@ -121,7 +121,7 @@ async def test_the_history_has_what_requests_took(make_mesh: Any) -> None:
     await mesh.decode()
     stub = mesh_pb2_grpc.MeshStub(mesh.channel)
     mesh.router.history.add(mesh.router.reading())
-    await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
+    await mesh.generate(token_ids=[70] * 8, max_new_tokens=64)
     mesh.router.history.add(mesh.router.reading())
     points = history_values(await stub.GetHistory(mesh_pb2.GetHistoryRequest(), timeout=5))
     assert sum(point.failed_choices for point in points) == 0

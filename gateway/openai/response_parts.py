@@ -168,7 +168,8 @@ class HeldTokens:
         stop string, nor the token that has ended the answer unless it is shown.
         """
         tokens = [*begun, *self.rest()]
-        is_last_hidden = bool(tokens) and not bytes_of(tokens[-1])
+        has_end = finish_reason is not FinishReason.LENGTH
+        is_last_hidden = has_end and bool(tokens) and not bytes_of(tokens[-1])
         return tokens[: len(tokens) - max(is_last_hidden, self.num_stop(finish_reason))]
 
 

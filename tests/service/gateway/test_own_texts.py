@@ -165,6 +165,10 @@ async def test_a_special_token_that_is_shown_has_its_logprob(http: httpx2.AsyncC
         choice = answer["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (text, "length")
         assert "".join(choice["logprobs"]["tokens"]) == text
+        assert len(choice["logprobs"]["tokens"]) == answer["usage"]["completion_tokens"] == 4
+        streamed = await events(http, "/v1/completions", body | {"skip_special_tokens": not shown})
+        logprobs = [event["choices"][0]["logprobs"] for event in streamed]
+        assert sum(len(each["tokens"]) for each in logprobs if each is not None) == 4
     ended = body | {"ignore_eos": False, "skip_special_tokens": False}
     for included, text in ((False, "abc"), (True, "abc</s>")):
         choice = (await post(http, "/v1/completions", ended | {"include_stop_str_in_output": included}))["choices"][0]

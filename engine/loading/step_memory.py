@@ -4,6 +4,7 @@ import torch
 
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.expert_products import FEW_ROWS
+from engine.models.recurrent.channel_scan import CHUNK
 from engine.runner_settings import RunnerSettings
 
 # Priors, not measured yet: workspaces of libraries, and partial results of attention.
@@ -19,13 +20,23 @@ def activation_bytes(
     that samples `num_sampled` rows. The layers are over when the step is sampled, so the larger of the two counts. With
     `experts_on_device`, kernels compute the experts of small steps.
     """
-    layers = num_tokens * row_numbers(config) * itemsize
+    layers = num_tokens * row_numbers(config) * itemsize + _channel_scan_bytes(config, num_tokens)
     if experts_on_device:
         few = min(num_tokens, FEW_ROWS)
         layers = max(layers, few * row_numbers(config, experts_on_device=True) * itemsize)
     width = config.hidden_size if isinstance(config, EncoderDecoderConfig) else config.residual_width
     sampling = num_sampled * config.vocab_size * _LOGIT_BYTES + 2 * num_tokens * width * itemsize
     return max(layers, sampling)
+
+
+def _channel_scan_bytes(config: AnyConfig, num_tokens: int) -> int:
+    """What Mamba 1 holds in fp32: ten rows of all tokens (projected, convolved, steps, results), and the decays and
+    additions of a chunk.
+    """
+    if isinstance(config, EncoderDecoderConfig) or config.recurrent is None or config.recurrent.kind != "channels":
+        return 0
+    numbers = 10 * num_tokens + 2 * min(num_tokens, CHUNK) * config.recurrent.key_dim
+    return 4 * numbers * config.recurrent.channels
 
 
 def row_numbers(config: AnyConfig, *, experts_on_device: bool = False) -> int:

@@ -269,7 +269,7 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """Number of layers with attention, which have KV."""
+        """Number of layers of KV: those with attention; of a model without any, one that nobody writes."""
         return self.num_kv_layers_before(self.num_layers)
 
     def of_layer(self, layer: int) -> "ModelConfig":

@@ -218,11 +218,31 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("BambaForCausalLM", {"hidden_act": "gelu"}, "'gelu' as activation of Mamba 2"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-M", "mamba_hidden_act": "relu"}, "'relu' as activ"),
         ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, "'gelu' as activation of delta nets"),
+        ("GPTNeoForCausalLM", {"attention_types": [[["global", "local"], 10**12]]}, "names 2000000000000 layers of 4"),
+        ("GPTNeoForCausalLM", {"attention_types": ["global"]}, "must be a list of patterns"),
+        ("GPTNeoForCausalLM", {"attention_types": [[["global", "x"], 2]]}, "not 'x'"),
+        (
+            "MptForCausalLM",
+            {"norm_type": "low_precision_rmsnorm"},
+            "norm_type 'low_precision_rmsnorm' is not supported",
+        ),
+        ("MptForCausalLM", {"attn_config": {"attn_type": "grouped_query_attention"}}, "attn_type 'grouped_query_at"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(read: Any, architecture: str, change: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         read(architecture, **SIZES | change)
+
+
+def test_falcon_mamba_as_published(read: Any) -> None:
+    """Its config.json states a factor of the width that is not that of its tensors."""
+    stated = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "expand": 16}
+    assert read("FalconMambaForCausalLM", **stated, intermediate_size=128).recurrent.channels == 128
+    assert read("FalconMambaForCausalLM", **stated).recurrent.channels == 1024
+
+
+def test_gpt_neos_layers_alternate_unless_stated(read: Any) -> None:
+    assert read("GPTNeoForCausalLM", **SIZES | {"num_hidden_layers": 3}).windows == (None, 256, None)
 
 
 def test_experts_are_stored_one_by_one_or_stacked(tmp_path: Path, read: Any) -> None:

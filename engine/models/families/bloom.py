@@ -55,8 +55,14 @@ _MPT = TensorNames(
 def mpt(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """MPT 7B and 30B."""
     attention = section(raw, "attn_config")
-    refuse(raw, no_bias=False, norm_type="rmsnorm")
-    refuse(attention, qk_ln=True, alibi=False, prefix_lm=True, attn_type="multiquery_attention")
+    refuse(raw, no_bias=False)
+    refuse(attention, qk_ln=True, alibi=False, prefix_lm=True)
+    for stated, member, known in (
+        (raw, "norm_type", ("layernorm", "low_precision_layernorm")),
+        (attention, "attn_type", ("multihead_attention",)),
+    ):
+        if (value := stated.get(member) or known[0]) not in known:
+            raise ConfigurationError(f"config.json: {member} {value!r:.100} is not supported")
     if number(attention, "alibi_bias_max", default=8) != 8 or raw.get("expansion_ratio", 4) != 4:
         raise ConfigurationError("config.json: alibi_bias_max must be 8, and expansion_ratio 4, as in transformers")
     if raw.get("logit_scale") is not None:

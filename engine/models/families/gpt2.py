@@ -63,10 +63,7 @@ _GPT_NEO = replace(
 def gpt_neo(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """GPT-Neo, TinyStories: windows in every second layer, and scores as they are."""
     window = integer(raw, "window_size", default=256)
-    kinds = texts(raw, "attention_layers")
-    if not kinds:
-        stated = raw.get("attention_types") or [[["global", "local"], plain.num_layers // 2]]
-        kinds = tuple(kind for pattern, count in stated for kind in count * pattern)
+    kinds = texts(raw, "attention_layers") or _repeated_kinds(plain, raw)
     if other := sorted(set(kinds) - {"global", "local"}):
         raise ConfigurationError(f"config.json: attention_types may name global and local, not {other[0]!r:.100}")
     return replace(
@@ -76,3 +73,19 @@ def gpt_neo(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         attention_scale=1.0,
         windows=tuple(window if kind == "local" else None for kind in kinds),
     )
+
+
+def _repeated_kinds(plain: ModelConfig, raw: RawConfig) -> tuple[str, ...]:
+    """The kind of each layer's attention, stated as patterns that repeat."""
+    stated = raw.get("attention_types")
+    if stated is None:
+        return (("global", "local") * plain.num_layers)[: plain.num_layers]
+    try:
+        num_stated = sum(len(pattern) * count for pattern, count in stated)
+        if num_stated == plain.num_layers:
+            return tuple(str(kind) for pattern, count in stated for kind in pattern * count)
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            "config.json: attention_types must be a list of patterns and how often each is repeated"
+        ) from None
+    raise ConfigurationError(f"config.json: attention_types names {num_stated} layers of {plain.num_layers}")

@@ -24,7 +24,8 @@ _JAMBA = TensorNames(
 
 def jamba(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Jamba, Jamba 1.5 to 1.7, and Jamba Reasoning 3B, which has no experts."""
-    attention, of_mamba = _every(plain, raw, "attn_layer", period=8, offset=4), channels_config(plain, raw)
+    attention = _every(plain, raw, "attn_layer", period=8, offset=4)
+    of_mamba = channels_config(plain, raw, integer(raw, "mamba_expand", default=2) * plain.hidden_size)
     experts = None
     if integer(raw, "num_experts", default=16) > 1:
         facts = softmax_experts(plain, {"num_experts": 16, "num_experts_per_tok": 2, **raw}, normalised=False)

@@ -22,6 +22,8 @@ _HEAD_DIM, _WIDTH_OF_HEAD = 64, 256
 def mamba(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Mamba 130M to 2.8B. Blocks of KV, which hold nothing but states, are larger in wider models."""
     heads = max(1, plain.hidden_size // _WIDTH_OF_HEAD)
+    # Falcon Mamba states both, and only the width is true.
+    channels = integer(raw, "intermediate_size", default=integer(raw, "expand", default=2) * plain.hidden_size)
     return replace(
         plain,
         tensors=_MAMBA,
@@ -33,7 +35,7 @@ def mamba(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         rope=replace(plain.rope, dim=_HEAD_DIM),
         unrotated=tuple(range(plain.num_layers)),
         tied=flag(raw, "tie_word_embeddings", default=True),
-        recurrent=channels_config(plain, raw),
+        recurrent=channels_config(plain, raw, channels),
     )
 
 
@@ -46,23 +48,22 @@ def falcon_mamba(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(config, recurrent=replace(config.recurrent, channel_scan=facts))
 
 
-def channels_config(plain: ModelConfig, raw: RawConfig) -> RecurrentConfig:
+def channels_config(plain: ModelConfig, raw: RawConfig, channels: int) -> RecurrentConfig:
     """Mamba 1 in all layers, in the words of all families."""
     if plain.activation != "silu":
         raise ConfigurationError(f"config.json: {plain.activation!r} as activation of Mamba 1 is not supported")
-    width, rank = integer(raw, "mamba_expand", "expand", default=2) * plain.hidden_size, -(-plain.hidden_size // 16)
-    if first_of(raw, _RANK, "auto") != "auto":
-        rank = integer(raw, *_RANK)
+    is_said = first_of(raw, _RANK, "auto") != "auto"
+    rank = integer(raw, *_RANK) if is_said else -(-plain.hidden_size // 16)
     return RecurrentConfig(
         kind="channels",
         layers=(True,) * plain.num_layers,
         kernel=integer(raw, "mamba_d_conv", "conv_kernel", default=4, least=2),
-        channels=width,
+        channels=channels,
         bias=flag(raw, "mamba_proj_bias", default=flag(raw, "use_bias", default=False)),
         conv_bias=flag(raw, "mamba_conv_bias", default=flag(raw, "use_conv_bias", default=True)),
         num_heads=1,
         num_key_heads=1,
         key_dim=integer(raw, "mamba_d_state", "state_size", default=16),
-        value_dim=width,
+        value_dim=channels,
         channel_scan=ChannelScanConfig(rank),
     )

@@ -18,7 +18,7 @@ from engine.models.norms import rms_norm
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.short_conv import CausalConv, split_states
 
-_CHUNK = 64
+CHUNK = 64
 """Tokens whose decays are computed at once."""
 
 
@@ -55,8 +55,8 @@ class ChannelScan:
         values = F.silu(self._conv.scan(values, conv_states[0]))
         steps, keys, queries = self._project(values)
         out, current = self._skip * values, columns[0, 0]
-        for first in range(0, len(rows), _CHUNK):
-            chunk = slice(first, first + _CHUNK)
+        for first in range(0, len(rows), CHUNK):
+            chunk = slice(first, first + CHUNK)
             decays = (self._rates * steps[chunk, None]).exp()
             added = keys[chunk, :, None] * (steps[chunk] * values[chunk])[:, None]
             for result, query, decay, more in zip(out[chunk], queries[chunk], decays, added, strict=True):

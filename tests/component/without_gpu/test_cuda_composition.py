@@ -191,13 +191,15 @@ def prompts() -> ScheduledBatch:
     items = []
     for number in range(2):
         sequence = SequenceState(make_request(f"r{number}", range(32)))
-        sequence.block_table += [*range(8 * number, 8 * number + 8)] * 3
+        sequence.block_table += [*range(8 * number, 8 * number + 8)] * 6  # recurrent states, too
         items.append(ScheduledSequence(sequence, 0, 30))
     return ScheduledBatch(tuple(items))
 
 
 @pytest.mark.parametrize(("steps", "num_sampled"), [(batch, 4), (prompts, 0)])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "gpt2", "falcon-7b", "mixtral", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "bloom", "gpt2", "falcon-7b", "mixtral", "qwen2-moe", "mamba", "jamba"]
+)
 def test_a_step_holds_as_much_memory_as_is_counted(
     checkpoint: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,11 +1,11 @@
 """Rules for the edges of each dialect, over a real router and fake workers whose texts are asked for by logit bias.
 
 Others of these rules have their tests where the rest of their subject is: texts that come in any pieces
-(unit/router/test_text_stream.py, test_choice.py), log-probs of the raw distribution (component/test_sampler.py), the
-first token's from the prefill worker (e2e/test_parity.py), statuses before the first byte, [DONE], pings, refusals and
-whole lists of inputs (test_openai.py, test_lmi.py, test_tgi.py, test_streams.py), JSON lines in chunks and in silence
-(test_json_lines.py), clients that leave (router/test_cancel.py, test_life.py), readiness (test_access.py), n and
-best_of (router/test_choices.py).
+(unit/router/test_text_stream.py, test_choice.py), log-probs of the raw distribution
+(component/sampling/test_sampler.py), the first token's from the prefill worker (e2e/test_parity.py), statuses before
+the first byte, [DONE], pings, refusals and whole lists of inputs (test_openai.py, test_lmi.py, test_tgi.py,
+test_streams.py), JSON lines in chunks and in silence (test_json_lines.py), clients that leave (router/test_cancel.py,
+test_life.py), readiness (test_access.py), n and best_of (router/test_choices.py).
 """
 
 import json

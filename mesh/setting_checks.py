@@ -1,4 +1,4 @@
-"""What classes of settings check of their values."""
+"""Checks of values, for classes of settings."""
 
 from mesh.domain.errors import ConfigurationError
 

@@ -30,8 +30,8 @@ def activation_bytes(
 
 
 def _channel_scan_bytes(config: AnyConfig, num_tokens: int) -> int:
-    """What Mamba 1 holds in fp32: ten rows of all tokens (projected, convolved, steps, results), and the decays and
-    additions of a chunk.
+    """Bytes of Mamba 1's tensors in fp32: ten rows of all tokens (projected, convolved, steps, results), and the decays
+    and additions of a chunk.
     """
     if isinstance(config, EncoderDecoderConfig) or config.recurrent is None or config.recurrent.kind != "channels":
         return 0

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """What the model knows of a token for this layer, behind a gate that the residual opens (per-layer embeddings,
-    Gemma 3n).
+    """The model's own row for a token in this layer (per-layer embeddings, Gemma 3n), added behind a gate that the
+    residual opens.
     """
 
     gate: LinearLayer
@@ -98,7 +98,7 @@ class MixedLayer:
         return corrected.flatten(1)
 
     def _attended(self, residual: Tensor, rotation: Rotation | None, attend: "Attend") -> Tensor:
-        """What attention adds to the residual."""
+        """Return the sum that attention adds to the residual."""
         layer = self.layer
         assert rotation is not None
         assert layer.input_norm is not None

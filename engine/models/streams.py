@@ -37,7 +37,7 @@ class Streams:
     right_norm: Norm
 
     def predict(self, streams: Tensor) -> Tensor:
-        """What the layer begins with: to each stream a mixture of all is added."""
+        """Add a mixture of all streams to each; the layer begins with these."""
         count = streams.shape[1]
         weights = F.linear(self._route(streams[:, 0]), self.prediction).view(-1, count, count)
         return streams + weights @ streams

@@ -5,6 +5,8 @@ from typing import Any
 from mesh.domain.tokens import SequenceFailure
 from tandem.v1 import generation_pb2
 from tests.fakes.router_workers import DecodeScript, expected_tokens
+from tests.service.conftest import Result, make_request
+from tests.waiting import LIMIT_S
 
 PHASES = ("queue_ms", "dispatch_ms", "prefill_ms", "transfer_ms", "wait_ms", "decode_ms", "backoff_ms")
 
@@ -55,7 +57,12 @@ async def test_a_replayed_request_shows_its_attempts(make_mesh: Any) -> None:
     await mesh.prefill()
     decode = await mesh.decode()
     decode.scripts = [DecodeScript(fail_after=(3, SequenceFailure.PREEMPTED))]
-    result = await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
+    decode.gate.close()
+    messages = aiter(mesh.stub.Generate(make_request(token_ids=[70] * 8, max_new_tokens=8), timeout=LIMIT_S))
+    result = Result()
+    result.messages.append(await anext(messages))  # the prefill worker's token, before the decode worker sends any
+    decode.gate.open()
+    await result.read(messages)
     assert result.ids() == expected_tokens([70] * 8, 8)
     timing = last_timing(result)
     assert_adds_up(timing)

@@ -17,15 +17,16 @@ class ScheduledSequence:
     The last of them may be `drafts`: proposed tokens that follow the sequence's own. The step samples after each draft;
     a sampled token counts if all drafts before it were right (Leviathan et al. 2023).
 
-    `is_repeated`: the last token will be computed once more, after the sampled one is known, by the worker to which the
-    sequence is handed over, or beside forks. A recurrent state, which cannot go back, stays at the token before.
+    `num_repeated`: so many tokens at the end will be computed once more, so a recurrent state, which cannot go back,
+    stays at the token before them. They are a prompt's last token, for the worker to which the sequence is handed over,
+    or for forks; or a sequence's last token and the drafts behind it, of which nobody knows yet how many are right.
     """
 
     sequence: SequenceState
     start: int
     num_tokens: int
     drafts: tuple[int, ...] = ()
-    is_repeated: bool = False
+    num_repeated: int = 0
 
     @property
     def end(self) -> int:
@@ -33,9 +34,14 @@ class ScheduledSequence:
         return self.start + self.num_tokens
 
     @property
+    def last_known(self) -> int:
+        """Position of the last computed token that is no draft."""
+        return self.end - len(self.drafts) - 1
+
+    @property
     def needs_sampling(self) -> bool:
         """True if the step reaches the last known token of the sequence, so that the next one is sampled."""
-        return self.end - len(self.drafts) == self.sequence.num_tokens
+        return self.last_known + 1 == self.sequence.num_tokens
 
     def token_ids(self) -> list[int]:
         """Ids of the tokens to compute, drafts included."""
@@ -65,6 +71,13 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Tokens computed in this step, drafts included."""
         return sum(item.num_tokens for item in self.items)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens computed of prompts. Those of sequences that decode are no part of it, also where several are
+        computed again.
+        """
+        return sum(item.num_tokens for item in self.items if item.num_tokens > 1 and not item.sequence.is_decoding)
 
     @property
     def num_decodes(self) -> int:

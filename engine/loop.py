@@ -132,7 +132,7 @@ class Engine:
     def _begin(self, scheduled: ScheduledBatch) -> None:
         begun_s, batch = time.monotonic(), scheduled
         self.num_step_tokens = batch.num_tokens + sum(step.batch.num_tokens for step in self._in_flight)
-        has_prompt = scheduled.num_tokens > scheduled.num_decodes
+        has_prompt = scheduled.num_prompt_tokens > 0
         lent = self._cores.begin_step(borrow=self._borrows, has_prompt=has_prompt)
         self._runner.use_cores(lent)
         if self._speculator is not None:
@@ -149,8 +149,8 @@ class Engine:
         self._cores.end_step()
         # With several batches in flight, a stream waits from the end of one to the end of the next.
         begun_s, self._finished_s = max(step.begun_s, self._finished_s), time.monotonic()
-        num_decodes = step.scheduled.num_decodes
-        self._pace.observe(num_decodes, step.scheduled.num_tokens - num_decodes, self._finished_s - begun_s)
+        scheduled = step.scheduled
+        self._pace.observe(scheduled.num_decodes, scheduled.num_prompt_tokens, self._finished_s - begun_s)
         if self._speculator is not None:
             self._speculator.learn(step.batch, outputs)
         return step.batch, self.scheduler.update(step.batch, outputs)

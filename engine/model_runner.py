@@ -205,15 +205,15 @@ class ModelRunner:
         return RunnerOutput() if item.drafts else RunnerOutput(failure=ModelFailed(_NOT_FINITE))
 
     def _clear(self, item: ScheduledSequence) -> None:
-        """Clear the blocks that the step wrote; with drafts, keep what earlier steps wrote into the first one."""
+        """Clear the blocks that the step wrote; with drafts, keep what is before the sequence's last token."""
         layout = self.kv_cache.layout
-        first, offset = divmod(item.start, layout.block_size)
+        first, offset = divmod(item.last_known if item.drafts else item.start, layout.block_size)
         states, table, count = layout.state_blocks, item.sequence.block_table, layout.groups.count
         blocks = table[states + first * count : layout.num_entries_for(item.end)]
         if item.drafts and offset:
             self.kv_cache.clear_blocks(blocks[:count], offset)
             del blocks[:count]
-        self.clear_blocks(table[:states] + blocks)
+        self.clear_blocks(blocks if item.drafts else table[:states] + blocks)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         self.kv_cache.clear_blocks(block_ids)

@@ -332,7 +332,7 @@ class Scheduler:
         if self.config.whole_prompts:
             num_tokens = max(num_tokens, sequence.num_prompt_tokens - start)
         is_repeated = start + num_tokens == sequence.num_tokens and self._repeats_last(sequence)
-        return ScheduledSequence(sequence, start, num_tokens, is_repeated=is_repeated)
+        return ScheduledSequence(sequence, start, num_tokens, num_repeated=int(is_repeated))
 
     def _repeats_last(self, sequence: SequenceState) -> bool:
         """True if the last token of a prompt is computed once more: by the worker that continues the sequence, and by
@@ -431,9 +431,9 @@ class Scheduler:
             elif output.tokens:
                 results.append(self._append(item, output.tokens))
             else:
-                if not item.needs_sampling:  # otherwise its drafts have spoiled the step
-                    sequence.num_computed_tokens = item.end
-                    self.tables.publish(sequence, item.end)
+                # Drafts that have spoiled the step: the token before them is computed again, without drafts.
+                sequence.num_computed_tokens = item.last_known if item.needs_sampling else item.end
+                self.tables.publish(sequence, sequence.num_computed_tokens)
                 self.tables.trim(sequence)
         return results
 
@@ -449,8 +449,8 @@ class Scheduler:
         index = sequence.num_generated
         is_first = index == sequence.spec.num_generated
         tokens, reason = self._extend(sequence, sampled)
-        sequence.num_computed_tokens = sequence.num_tokens - 1 - item.is_repeated
-        self.tables.publish(sequence, item.end)
+        sequence.num_computed_tokens = item.end - item.num_repeated if item.num_repeated else sequence.num_tokens - 1
+        self.tables.publish(sequence, sequence.num_computed_tokens)
         self._start_forks(sequence)
         result = SequenceOutput(
             *sequence.key,

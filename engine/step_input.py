@@ -45,7 +45,7 @@ class StepInput:
     copies: tuple[tuple[int, int], ...]  # blocks to copy (source, target) before the forward pass
     adapters: tuple[AdapterRows, ...] = ()
     state_tables: Int32s | None = None  # [num_seqs, state_blocks], see PassStates
-    is_repeated: tuple[bool, ...] = ()
+    num_repeated: tuple[int, ...] = ()
     num_groups: int = 1  # of layers, see KVGroups
     reads_all: bool = False  # the results of all rows are read, not only those of sample_rows
 
@@ -66,7 +66,7 @@ class StepInput:
             chunks=chunks_of(bounds, context_lens, self.num_decodes),
             max_decode_context=max(context_lens[: self.num_decodes], default=0),
             adapters=self.adapters,
-            states=PassStates(tensors["states"], self.is_repeated) if "states" in tensors else None,
+            states=PassStates(tensors["states"], self.num_repeated) if "states" in tensors else None,
             num_groups=self.num_groups,
             result_rows=None if self.reads_all else tensors["sample_rows"],
         )
@@ -145,7 +145,7 @@ class StepInputBuilder:
             copies=batch.copies,
             adapters=self._adapter_rows(batch, starts) if self._adapters else (),
             state_tables=self._state_tables(batch) if self._state_blocks else None,
-            is_repeated=tuple(item.is_repeated for item in items),
+            num_repeated=tuple(item.num_repeated for item in items),
             num_groups=self._groups.count,
             reads_all=any(item.sequence.spec.prompt_logprobs for item in items),
         )

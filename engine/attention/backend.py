@@ -49,12 +49,12 @@ class AdapterRows(NamedTuple):
 
 
 class PassStates(NamedTuple):
-    """The recurrent states of a step's sequences: the blocks that hold them, [num_seqs, state_blocks] int32. Where
-    `is_repeated`, the last token will be computed once more, so the state that stays is the one before it.
+    """The recurrent states of a step's sequences: the blocks that hold them, [num_seqs, state_blocks] int32, and how
+    many tokens at the end of each sequence will be computed once more: the state that stays is the one before them.
     """
 
     tables: Tensor
-    is_repeated: tuple[bool, ...]
+    num_repeated: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

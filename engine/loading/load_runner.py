@@ -159,10 +159,13 @@ def load_speculator(
     draft = _draft_settings(speculation, settings)
     drafter: Drafter = NgramDrafter()
     if draft is not None:
-        max_model_len = load_decoder_config(draft.model_dir).max_model_len
-        windows = freed_windows(load_decoder_config(settings.model_dir), settings)
+        config = load_decoder_config(settings.model_dir)
         drafter = DraftModel(
-            load_draft(draft), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens, windows=windows
+            load_draft(draft),
+            max_model_len=load_decoder_config(draft.model_dir).max_model_len,
+            max_batch_tokens=max_batch_tokens,
+            windows=freed_windows(config, settings),
+            state_blocks=kv_layout(config, settings).state_blocks,
         )
     return Speculator(drafter, speculation.max_drafts)
 
@@ -173,10 +176,6 @@ def _draft_settings(speculation: Speculation, settings: RunnerSettings) -> Runne
     """
     model_dir = settings.model_dir
     config = load_config(model_dir)
-    if speculation.kind != "none" and (reason := why_no_drafts(config)):
-        raise ConfigurationError(
-            f"speculation does not fit {config.architecture}: {reason}; leave speculative and draft_model out"
-        )
     if speculation.draft_model is None:
         return None
     if isinstance(config, EncoderDecoderConfig):
@@ -184,8 +183,11 @@ def _draft_settings(speculation: Speculation, settings: RunnerSettings) -> Runne
             f"draft_model {speculation.draft_model} does not fit {config.architecture}: draft models are for "
             "decoder-only models; leave it out (speculative=ngram fits)"
         )
-    if reason := why_no_drafts(load_decoder_config(speculation.draft_model)):
-        raise ConfigurationError(f"draft_model {speculation.draft_model} cannot draft: {reason}; choose another")
+    if load_decoder_config(speculation.draft_model).recurrent is not None:
+        raise ConfigurationError(
+            f"draft_model {speculation.draft_model} cannot draft: its recurrent states cannot go back behind a wrong "
+            "draft; choose another"
+        )
     facts, draft_facts = read_model_facts(model_dir), read_model_facts(speculation.draft_model)
     for name in ("vocab_size", "tokenizer_fingerprint"):
         actual, expected = getattr(draft_facts, name), getattr(facts, name)
@@ -207,10 +209,3 @@ def _draft_settings(speculation: Speculation, settings: RunnerSettings) -> Runne
         tensor_parallel=1,
         pipeline_parallel=1,
     )
-
-
-def why_no_drafts(config: AnyConfig) -> str | None:
-    """The reason why a model cannot drop tokens that it has computed, or None."""
-    if isinstance(config, ModelConfig) and config.recurrent is not None:
-        return "its recurrent states cannot go back behind a wrong draft"
-    return None

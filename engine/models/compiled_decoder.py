@@ -179,7 +179,7 @@ class CompiledDecoder:
             return  # a chunk in the middle of a prompt
         if self.threads.count != rows.num_threads:  # lent cores are given back between groups
             rows.num_threads, batch = self.threads.count, rows.batch
-            shares = self._row_shares(batch)
+            shares = self._row_shares(batch, rows.states)
             of_shares = [share.rows for share in shares]
             rows.arguments = self._memory.of_layers(
                 batch, rows.states, rows.adapters, of_shares, rows.num_threads, are_results=rows.are_results
@@ -196,10 +196,12 @@ class CompiledDecoder:
             self._model.layer_code[number] = self.threads.address_for(LAYER_KERNELS[number], arguments)
         self._unlinked = []
 
-    def _row_shares(self, batch: Batch) -> list[RowCut]:
+    def _row_shares(self, batch: Batch, states: StateSteps) -> list[RowCut]:
         """The shares in which the rows of a step are computed: one, of which threads share out the columns, or some."""
         if self._ranks.degrees.num_ranks > 1 or self._model.experts.num_experts or self._model.latent.rank:
             count = 1
+        elif max(states.num_repeated, default=0) > 1:
+            count = 1  # a later share would begin with a state that has not been kept
         else:
             count = most_shares(len(batch.slots), self.threads.count, has_amx=self._has_amx)
         return cut_rows(batch, count, self._row_costs)

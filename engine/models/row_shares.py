@@ -101,7 +101,7 @@ def states_of(steps: StateSteps, rows: Range, of_share: Batch) -> StateSteps:
     end = first + len(of_share.context_lens)
     return StateSteps(
         tables=steps.tables[first:end],
-        is_repeated=steps.is_repeated[first:end] & (starts[first + 1 : end + 1] <= rows.end),
+        num_repeated=steps.num_repeated[first:end] * (starts[first + 1 : end + 1] <= rows.end),
         query_starts=of_share.query_starts,
         context_lens=of_share.context_lens,
     )

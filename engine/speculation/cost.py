@@ -98,19 +98,34 @@ class CostFit:
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """The costs of a draft: a token of the `step` that verifies it, and a share of the `round` that produces it."""
+    """The costs of a draft: a token of the `step` that verifies it, a share of the `round` that produces it, and if it
+    `is_repeated` once accepted (see ScheduledSequence), a token of the next step.
+    """
 
     step: StepCost
     round: StepCost
+    is_repeated: bool = False
 
     @property
     def draft_s(self) -> float:
         """Marginal cost of one more draft in a round that runs anyway."""
         return self.step.token_s + self.round.token_s
 
+    @property
+    def accepted_s(self) -> float:
+        """What it costs besides, once it is accepted."""
+        return self.step.token_s if self.is_repeated else 0.0
+
     def min_rate(self, num_sequences: int) -> float:
         """The acceptance rate above which a first draft pays off in a batch of `num_sequences` decodes."""
-        return _MARGIN * self.draft_s * num_sequences / self.step.seconds(num_sequences)
+        return self.min_chance(num_sequences / self.step.seconds(num_sequences))
+
+    def min_chance(self, tokens_per_s: float) -> float:
+        """The probability of being accepted above which a draft pays off in a step that makes so many tokens a second
+        without it.
+        """
+        worth = _MARGIN * tokens_per_s  # tokens that a second must make
+        return worth * self.draft_s / max(1e-9, 1 - worth * self.accepted_s)
 
 
 def plan_lengths(rates: Sequence[float], limits: Sequence[int], costs: DraftCosts) -> list[int]:
@@ -124,14 +139,14 @@ def plan_lengths(rates: Sequence[float], limits: Sequence[int], costs: DraftCost
     reached = [1.0] * len(rates)  # probability that all drafts so far are accepted
     tokens, seconds = float(len(rates)), costs.step.seconds(len(rates))
     for length in range(1, max(limits, default=0) + 1):
-        worth = _MARGIN * costs.draft_s * tokens / seconds
+        least = costs.min_chance(tokens / seconds)
         chosen = [
             i
             for i, rate in enumerate(rates)
-            if lengths[i] == length - 1 and limits[i] >= length and reached[i] * rate > worth
+            if lengths[i] == length - 1 and limits[i] >= length and reached[i] * rate > least
         ]
         gained = sum(reached[i] * rates[i] for i in chosen)
-        spent_s = costs.round.fixed_s + costs.draft_s * len(chosen)
+        spent_s = costs.round.fixed_s + costs.draft_s * len(chosen) + costs.accepted_s * gained
         if gained * seconds <= _MARGIN * spent_s * tokens:
             break
         for i in chosen:

@@ -4,10 +4,11 @@ NgramDrafter drafts what followed an earlier occurrence of the last tokens (prom
 drafts by a smaller model with the same vocabulary (Leviathan et al. 2023).
 
 The draft model has its own KV cache with the same block ids: a block allocated for the large model's KV is allocated
-for the draft model's, too, so block pool, prefix cache and transfers need no changes. If the large model has
-groups of layers (mesh/domain/kv_groups.py), it uses the blocks of the first group, and leaves the others empty. Tokens
-that the draft model has not computed, after a prompt, a replay or a pause, are computed in chunks before it drafts. It
-samples with the same parameters and random draws as the large model, so that the two agree as often as possible.
+for the draft model's, too, so block pool, prefix cache and transfers need no changes. It leaves the blocks of recurrent
+states empty, and where the large model has groups of layers (mesh/domain/kv_groups.py), all but those of the first
+group. Tokens that the draft model has not computed, after a prompt, a replay or a pause, are computed in chunks before
+it drafts. It samples with the same parameters and random draws as the large model, so that the two agree as often as
+possible.
 """
 
 import time
@@ -163,13 +164,20 @@ class DraftModel:
 
     `max_model_len` is the longest sequence of the draft model, `max_batch_tokens` the limit on tokens per round,
     `windows` those of the large model's layout. If all groups have one, a sequence whose beginning has left the window
-    of the first gets no drafts.
+    of the first gets no drafts. `state_blocks` of the large model's layout come first in a block table.
     """
 
     def __init__(
-        self, runner: Runner, *, max_model_len: int, max_batch_tokens: int, windows: tuple[int, ...] = ()
+        self,
+        runner: Runner,
+        *,
+        max_model_len: int,
+        max_batch_tokens: int,
+        windows: tuple[int, ...] = (),
+        state_blocks: int = 0,
     ) -> None:
         self._windows = windows
+        self._state_blocks = state_blocks
         self._runner = runner
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
@@ -230,8 +238,7 @@ class DraftModel:
         shadow.num_computed_tokens = min(shadow.num_computed_tokens, first + num_accepted)
         shadow.token_ids[first:] = verified
         shadow.num_drafted = 0
-        count = len(self._windows)
-        shadow.block_table = sequence.block_table[::count] if count > 1 else sequence.block_table
+        shadow.block_table = sequence.block_table[self._state_blocks :: max(1, len(self._windows))]
         return shadow
 
     def _first_round(self, shadows: list[SequenceState]) -> ScheduledBatch:

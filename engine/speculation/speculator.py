@@ -42,7 +42,8 @@ class Speculator:
 
     def extend(self, batch: ScheduledBatch, scheduler: Scheduler) -> ScheduledBatch:
         """The batch with drafts appended to sequences that decode. Call `learn` with it after the step."""
-        costs = DraftCosts(self._fit.cost, self.drafter.round_cost())
+        has_states = scheduler.config.state_blocks > 0
+        costs = DraftCosts(self._fit.cost, self.drafter.round_cost(), is_repeated=has_states)
         sequences = [item.sequence for item in batch.items if _decodes(item)]
         lengths = self._plan(sequences, scheduler, costs) if sequences else []
         budget = max(0, scheduler.config.max_batch_tokens - batch.num_tokens)
@@ -51,7 +52,7 @@ class Speculator:
             budget -= lengths[index]
         if any(lengths):
             drafts = self.drafter.draft(sequences, lengths)
-            batch = _with_drafts(batch, dict(zip((s.key for s in sequences), drafts, strict=True)))
+            batch = _with_drafts(batch, dict(zip((s.key for s in sequences), drafts, strict=True)), has_states)
         self._began_s[batch.number] = self._clock()
         return batch
 
@@ -60,7 +61,7 @@ class Speculator:
         spoiled the step gets no more.
         """
         seconds = self._clock() - self._began_s.pop(batch.number)
-        if all(item.num_tokens - len(item.drafts) == 1 for item in batch.items):
+        if not batch.num_prompt_tokens:
             self._fit.learn(batch.num_tokens, seconds)
         num_drafts = 0
         for item, output in zip(batch.items, outputs, strict=True):
@@ -105,15 +106,23 @@ class Speculator:
 
 
 def _decodes(item: ScheduledSequence) -> bool:
-    """True after the sequence's first token, unless another worker continues it: that one gets a single token."""
+    """True after the sequence's first token, unless another worker continues it: that one gets a single token. Where a
+    snapshot is taken, the state must be that behind the item.
+    """
     sequence = item.sequence
-    is_single = item.num_tokens == 1 and item.needs_sampling
-    return is_single and item.start >= sequence.num_prompt_tokens and not sequence.hand_over
+    is_at_end = sequence.is_decoding and item.needs_sampling and item.start >= sequence.num_prompt_tokens
+    return is_at_end and not sequence.hand_over and not sequence.saving
 
 
-def _with_drafts(batch: ScheduledBatch, drafts: dict[SequenceKey, Drafts]) -> ScheduledBatch:
+def _with_drafts(batch: ScheduledBatch, drafts: dict[SequenceKey, Drafts], has_states: bool) -> ScheduledBatch:
+    """With a recurrent state, the last token is computed again, too: drafts that spoil the step spoil its results."""
     items = [
-        replace(item, num_tokens=item.num_tokens + len(tokens), drafts=tokens)
+        replace(
+            item,
+            num_tokens=item.num_tokens + len(tokens),
+            drafts=tokens,
+            num_repeated=1 + len(tokens) if has_states else 0,
+        )
         if (tokens := drafts.get(item.sequence.key, ()))
         else item
         for item in batch.items

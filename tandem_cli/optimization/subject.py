@@ -13,7 +13,6 @@ from checkpoint.new_folder import checkpoint_files, is_of_weights
 from checkpoint.partition_manifest import checksum
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
-from engine.loading.load_runner import why_no_drafts
 from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.memory import device_memory
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
@@ -130,8 +129,7 @@ class Subject:
         return sum(map(needed, pair)) < self.machine.memory_bytes
 
     def _why_not(self, candidates: Sequence[Candidate], require_makeable: Callable[[str], None]) -> dict[str, str]:
-        no_drafts = why_no_drafts(self.config)
-        reasons = dict.fromkeys(("ngram", "draft"), no_drafts) if no_drafts is not None else {}
+        reasons: dict[str, str] = {}
         quantization = read_quantization(self.folder)
         for precision in dict.fromkeys(candidate.precision for candidate in candidates):
             if precision in COMPUTED and quantization is not None:

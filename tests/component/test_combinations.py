@@ -146,7 +146,7 @@ class Served:
         )
         pool = BlockPool(num_blocks) if self.disk is None else BlockPool(num_blocks, self.disk.evicted)
         self.scheduler = Scheduler(config, pool, self.disk)
-        drafter = None if layout.state_blocks else self._drafter(way, truth)
+        drafter = self._drafter(way, truth)
         speculator = None if drafter is None else eager_speculator(drafter, 4)
         self._engine = Engine(self.scheduler, runner, speculator=speculator)
         self._strangers: list[SequenceState] = []

@@ -119,7 +119,12 @@ def test_a_generated_token_that_breaks(checkpoint: Checkpoint, family: str, way:
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [*(("llama", way) for way in WAYS), ("gemma4", "compiled"), ("gemma4", "cpu-int8"), ("gemma3n", "cpu")],
+    [
+        *(("llama", way) for way in WAYS),
+        *(("gemma4", "compiled"), ("gemma4", "cpu-int8"), ("gemma3n", "cpu")),
+        *(("qwen3.5", way) for way in ("compiled", "cpu", "torch")),
+        *(("bamba", "compiled"), ("lfm2", "cpu")),
+    ],
 )
 def test_a_wrong_draft_that_breaks_changes_nothing(checkpoint: Checkpoint, family: str, way: str) -> None:
     runner = load(checkpoint(family), way)

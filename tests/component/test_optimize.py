@@ -130,15 +130,6 @@ def test_schemes_that_a_family_does_not_allow_are_left_out(checkpoint: Checkpoin
     assert "no norm is before the matrices" in reasons["smoothquant"]
 
 
-def test_models_that_cannot_draft_are_tried_without(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    asked = questions(tmp_path)
-    subject = Subject.open(str(checkpoint("lfm2")), asked)
-    tried, pruned = subject.candidates(Recipe(precisions=("int8",)), subject.demand(asked, 8), lambda scheme: None)
-    assert {candidate.speculation for candidate in tried} == {"none"}
-    reasons = {reason for candidate, reason in pruned.items() if candidate.speculation == "ngram"}
-    assert reasons == {"its recurrent states cannot go back behind a wrong draft"}
-
-
 def test_all_files_of_a_model_but_its_weights_are_told_apart(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     subject = Subject.open(str(model_dir), questions(tmp_path))

@@ -162,8 +162,8 @@ def test_what_needs_to_divide_or_to_undo_is_refused(checkpoint: Checkpoint) -> N
     model_dir = checkpoint("lfm2")
     with pytest.raises(ConfigurationError, match="2x1 ranks do not fit Lfm2ForCausalLM: ranks cannot divide recurrent"):
         rank_share(load_decoder_config(model_dir), 0, Degrees(2))
-    with pytest.raises(ConfigurationError, match="speculation does not fit Lfm2ForCausalLM"):
-        draft_block_bytes(Speculation("ngram", 4), settings(model_dir))
+    with pytest.raises(ConfigurationError, match="cannot draft: its recurrent states cannot go back behind a wrong"):
+        draft_block_bytes(Speculation("draft", 4, model_dir), settings(checkpoint("llama")))
 
 
 def test_blocks_of_later_steps_may_have_held_states(checkpoint: Checkpoint) -> None:

@@ -156,7 +156,7 @@ class FakeRunner:
         must be before them.
         """
         blocks = item.sequence.block_table[: self.store.layout.state_blocks]
-        before, end = self.store.data[:, :, blocks], item.end - item.is_repeated
+        before, end = self.store.data[:, :, blocks], item.end - item.num_repeated
         expected = fake_token(item.sequence.token_ids[: item.start])
         self.store.data[:, :, blocks] = fake_token(item.sequence.token_ids[:end])
         return item.start == 0 or bool((before == expected).all())

@@ -21,7 +21,6 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Int32s: TypeAlias = NDArray[np.int32]
 Int64s: TypeAlias = NDArray[np.int64]
 UInt64s: TypeAlias = NDArray[np.uint64]
-Bools: TypeAlias = NDArray[np.bool_]
 
 SILU, GELU, GELU_TANH, RELU, RELU2, XIELU, CLAMPED_SWIGLU = range(7)
 """Activations of MLPs, which `activations.py` computes."""
@@ -333,7 +332,7 @@ class StateSteps(NamedTuple):
     """The sequences of a step, as recurrent layers see them; see Batch."""
 
     tables: Int64s  # [num_seqs, blocks of a state]
-    is_repeated: Bools  # [num_seqs]: the state that stays is the one before the last token
+    num_repeated: Int32s  # [num_seqs]: so many tokens at the end leave the state as it is before them
     query_starts: Int32s  # [num_seqs + 1]
     context_lens: Int32s  # [num_seqs]
 
@@ -393,4 +392,4 @@ NO_RECURRENCE = Recurrent(
     places=StatePlaces(_NO_STATES, _NO_ROWS, _NO_ROWS, in_piece=0, of_layer=0),
 )
 """The argument for a model without recurrent layers."""
-NO_STATE_STEPS = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), _NO_COUNTS, _NO_COUNTS)
+NO_STATE_STEPS = StateSteps(np.empty((0, 0), np.int64), _NO_COUNTS, _NO_COUNTS, _NO_COUNTS)

@@ -44,13 +44,13 @@ class RecurrentMixer:
         if states.mixing is not None:
             self._run_kernel(rows, out, states, states.mixing)
             return out
-        repeated = metadata.states.is_repeated
+        repeated = metadata.states.num_repeated
         if num_steps := metadata.num_decodes:
             is_first = metadata.context_lens[:num_steps] == 1
             is_kept = [not each for each in repeated[:num_steps]]
             self._step(rows[:num_steps], out[:num_steps], states.of(0, num_steps), is_first, is_kept)
         for chunk in metadata.chunks:
-            self._compute_chunk(chunk, rows, out, states.of(chunk.row, chunk.row + 1), is_repeated=repeated[chunk.row])
+            self._compute_chunk(chunk, rows, out, states.of(chunk.row, chunk.row + 1), repeated[chunk.row])
         return out
 
     def whole(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -59,26 +59,25 @@ class RecurrentMixer:
         return torch.cat([self._recurrence.scan(part, torch.zeros(self._facts.state_numbers)) for part in parts])
 
     def _compute_chunk(
-        self, chunk: Chunk, rows: Tensor, out: Tensor, states: LayerStates, *, is_repeated: bool
+        self, chunk: Chunk, rows: Tensor, out: Tensor, states: LayerStates, num_repeated: int
     ) -> None:
         state = states.read()
         if chunk.first_position == 0:
             state.zero_()
-        end = chunk.query_end - is_repeated
-        out[chunk.query_start : end] = self._recurrence.scan(rows[chunk.query_start : end], state[0])
+        end = chunk.query_end - num_repeated
+        if end > chunk.query_start:
+            out[chunk.query_start : end] = self._recurrence.scan(rows[chunk.query_start : end], state[0])
         states.write(state)
-        if is_repeated:
-            self._step(rows[end : chunk.query_end], out[end : chunk.query_end], states, None, [False])
+        for row in range(end, chunk.query_end):
+            out[row : row + 1] = self._recurrence.step(rows[row : row + 1], state)
 
     def _step(
-        self, rows: Tensor, out: Tensor, states: LayerStates, is_first: Tensor | None, is_kept: Sequence[bool]
+        self, rows: Tensor, out: Tensor, states: LayerStates, is_first: Tensor, is_kept: Sequence[bool]
     ) -> None:
         """One token of each sequence. Where `is_first`, the state before it is of zeros; unless it `is_kept`, the state
         after it is not written.
         """
-        current = states.read()
-        if is_first is not None:
-            current.masked_fill_(is_first[:, None], 0.0)
+        current = states.read().masked_fill_(is_first[:, None], 0.0)
         out.copy_(self._recurrence.step(rows, current))
         if all(is_kept):
             states.write(current)

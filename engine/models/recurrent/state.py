@@ -19,9 +19,9 @@ def state_steps(metadata: ForwardMetadata) -> StateSteps:
     """The sequences of a pass; none, if the model has no recurrent layers."""
     if metadata.states is None:
         return NO_STATE_STEPS
-    tables, is_repeated = metadata.states
+    tables, num_repeated = metadata.states
     starts, context_lens = metadata.query_starts.numpy(), metadata.context_lens.numpy()
-    return StateSteps(tables.numpy().astype(np.int64), np.array(is_repeated, np.bool_), starts, context_lens)
+    return StateSteps(tables.numpy().astype(np.int64), np.array(num_repeated, np.int32), starts, context_lens)
 
 
 class Mixing(NamedTuple):

@@ -2,7 +2,7 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import exp
 from pathlib import Path
@@ -13,9 +13,11 @@ import torch
 from llguidance import LLMatcher
 
 from decode_worker.settings import DecodeSettings
+from engine.batch import ScheduledBatch
 from engine.kv.block_pool import BlockPool
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
+from engine.runner import FinishBatch, LayerHook
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
@@ -68,7 +70,7 @@ def answer(
     """What comes of the requests, all at once, and the scheduler afterwards."""
     layout = runner.kv_cache.layout
     config = {"block_size": layout.block_size, "windows": layout.windows, "max_batch_tokens": 64, "max_num_seqs": 16}
-    config |= limits
+    config |= {"state_blocks": layout.state_blocks, **limits}
     pool = BlockPool(runner.kv_cache.num_blocks)
     scheduler = Scheduler(SchedulerConfig(max_model_len=512, prefix_caching=False, **config), pool)
     speculator = None if drafter is None else eager_speculator(drafter, 4)
@@ -93,10 +95,17 @@ def ids(answers: Answers) -> dict[str, list[int]]:
     return {name: [token.id for token in tokens] for name, (tokens, _) in answers.items()}
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize(
+    ("family", "quantize"),
+    [
+        *(("llama", quantize) for quantize in ("none", "int8")),
+        *((family, "none") for family in ("lfm2", "qwen3.5", "falcon-h1", "nemotron-h", "mamba2")),
+    ],
+)
 @pytest.mark.parametrize("mistakes", [0.0, 0.3, 1.0])
-def test_guesses_change_nothing(checkpoint: Checkpoint, quantize: str, mistakes: float) -> None:
-    runner = load_arm(checkpoint("llama"), "compiled", quantize=quantize)
+def test_guesses_change_nothing(checkpoint: Checkpoint, family: str, quantize: str, mistakes: float) -> None:
+    """Recurrent states, which cannot go back, stay before the guesses; the right ones are computed again."""
+    runner = load_arm(checkpoint(family), "compiled", quantize=quantize, num_blocks=400)
     plain, _ = answer(runner, None, requests())
     guessed, scheduler = answer(runner, FakeDrafter(known(ids(plain)), mistakes), requests())
     assert guessed == plain
@@ -104,6 +113,23 @@ def test_guesses_change_nothing(checkpoint: Checkpoint, quantize: str, mistakes:
     assert load.drafted_tokens > 30
     assert (load.accepted_tokens == load.drafted_tokens) == (mistakes == 0.0)
     assert (load.accepted_tokens == 0) == (mistakes == 1.0)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "nemotron-h"])
+def test_guesses_of_many_rows_change_nothing(checkpoint: Checkpoint, family: str, two_threads: None) -> None:
+    """Threads share out the rows of steps so large, but not where a state stays before some of the rows."""
+    runner = load_arm(checkpoint(family), "compiled", num_blocks=400)
+    plain, _ = answer(runner, None, requests())
+    guessed, scheduler = answer(runner, FakeDrafter(known(ids(plain)), 0.1), requests(), max_batch_tokens=128)
+    assert guessed == plain
+    assert scheduler.load().accepted_tokens > 30
 
 
 @pytest.mark.parametrize(
@@ -117,8 +143,9 @@ def test_looking_up_changes_nothing_and_keeps_to_the_budget(checkpoint: Checkpoi
     assert scheduler.load().drafted_tokens > 0
 
 
-def test_replay_in_the_middle_of_guesses_changes_nothing(checkpoint: Checkpoint) -> None:
-    runner = load_arm(checkpoint("llama"), "compiled")
+@pytest.mark.parametrize("family", ["llama", "qwen3.5"])
+def test_replay_in_the_middle_of_guesses_changes_nothing(checkpoint: Checkpoint, family: str) -> None:
+    runner = load_arm(checkpoint(family), "compiled", num_blocks=400)
     plain, _ = answer(runner, None, requests())
     num_known = 5
     again = [
@@ -193,6 +220,29 @@ def test_a_draft_model_changes_nothing_and_agrees_with_itself(checkpoint: Checkp
     load = scheduler.load()
     assert load.drafted_tokens > 30
     assert (load.accepted_tokens == load.drafted_tokens) == same  # draws included: both models make the same
+
+
+def test_a_draft_model_leaves_the_blocks_of_states_alone(checkpoint: Checkpoint) -> None:
+    runner, draft = load_arm(checkpoint("lfm2"), "compiled"), load_arm(checkpoint("llama"), "compiled")
+    states = runner.kv_cache.layout.state_blocks
+    plain, _ = answer(runner, None, requests()[:3])
+    held: set[int] = set()
+    begin, begin_draft = runner.begin, draft.begin
+
+    def note_states(batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
+        held.update(block for item in batch.items for block in item.sequence.block_table[:states])
+        return begin(batch, on_layers)
+
+    def check_blocks(batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
+        assert held.isdisjoint(block for item in batch.items for block in item.sequence.block_table)
+        return begin_draft(batch, on_layers)
+
+    runner.begin, draft.begin = note_states, check_blocks  # type: ignore[method-assign]
+    drafter = DraftModel(draft, max_model_len=512, max_batch_tokens=20, state_blocks=states)
+    guessed, scheduler = answer(runner, drafter, requests()[:3])
+    assert guessed == plain
+    assert scheduler.load().drafted_tokens > 0
+    assert len(held) == 3 * states
 
 
 def test_each_model_of_a_thread_has_its_own_number_of_threads(

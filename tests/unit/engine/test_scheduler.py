@@ -28,6 +28,7 @@ NUM_BLOCKS = 12
 MAX_BATCH_TOKENS = 7
 MAX_NUM_SEQS = 5
 EOS = 0
+SPOILED = 3
 
 
 def new_scheduler(num_blocks: int = NUM_BLOCKS, **changes: object) -> Scheduler:
@@ -147,11 +148,11 @@ class SchedulerLife(RuleBasedStateMachine):
         is_computed = any(item.sequence is sequence for batch, _ in self.in_flight for item in batch.items)
         assert is_computed or sequence.block_table == []
 
-    @rule(token_id=st.sampled_from([EOS, 1, 2]), guess=st.booleans(), place=st.integers(0, 2))
+    @rule(token_id=st.sampled_from([EOS, 1, 2, SPOILED]), guess=st.booleans(), place=st.integers(0, 2))
     def step(self, token_id: int, guess: bool, place: int) -> None:
-        """Plan a batch; once as many are in flight as may be, any one of them is computed."""
+        """Plan a batch; once as many are in flight as may be, any one of them is computed. A token spoils drafts."""
         batch = self.scheduler.schedule()
-        if guess and self.max_in_flight == 1 and not self.state_blocks:
+        if guess and self.max_in_flight == 1:
             batch = self.speculator.extend(batch, self.scheduler)
         self.check_planned(batch)
         if batch.items:
@@ -180,7 +181,9 @@ class SchedulerLife(RuleBasedStateMachine):
 
     def finish(self, place: int, token_id: int) -> None:
         batch, _ = self.in_flight.pop(place)
-        tokens = [RunnerOutput(_sampled(item, token_id)) for item in batch.items]
+        tokens = [
+            RunnerOutput(() if item.drafts and token_id == SPOILED else _sampled(item, token_id)) for item in batch.items
+        ]
         if any(item.drafts for item in batch.items):
             self.speculator.learn(batch, tokens)
         outputs = self.scheduler.update(batch, tokens)

@@ -45,10 +45,15 @@ class RecurrentLife(SchedulerLife):
         for block, payload in zip(block_ids, payloads, strict=True):
             self.memory |= {(block, place): tokens for place, tokens in enumerate(payload, -STATES)}
 
-    @rule(target=SchedulerLife.live, common=st.integers(8, 20), tail=st.lists(st.integers(1, 2), max_size=8))
-    def add_alike(self, common: int, tail: list[int]):
-        """Prompts that begin alike, so that snapshots are found."""
-        sequence = self.new_sequence([1] * common + tail, max_new=3)
+    @rule(
+        target=SchedulerLife.live,
+        common=st.integers(8, 20),
+        tail=st.lists(st.integers(1, 2), max_size=8),
+        max_new=st.sampled_from([3, 12]),
+    )
+    def add_alike(self, common: int, tail: list[int], max_new: int):
+        """Prompts that begin alike, so that snapshots are found, and answers long enough for drafts."""
+        sequence = self.new_sequence([1] * common + tail, max_new=max_new)
         sequence.from_disk.update(from_disk(self.disk, self.scheduler.tables.missing(sequence)))
         self.scheduler.add(sequence)
         return sequence
@@ -71,7 +76,7 @@ class RecurrentLife(SchedulerLife):
             for place in range(STATES if item.start else 0):
                 assert self.memory[sequence.block_table[place], -1 - place] == tuple(sequence.token_ids[: item.start])
             known = [*sequence.token_ids[: item.start], *tokens]
-            self.write(sequence, known, item.start, item.end, item.end - item.is_repeated)
+            self.write(sequence, known, item.start, item.end, item.end - item.num_repeated)
         self.copy(batch.saves)
 
     def check_tokens(self, sequence: SequenceState, end: int) -> None:
@@ -120,7 +125,7 @@ def from_disk(disk: dict[bytes, Any], hashes: list[bytes]) -> dict[bytes, Any]:
     return {}
 
 
-RecurrentLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+RecurrentLife.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestRecurrentLife = RecurrentLife.TestCase
 
 

@@ -124,17 +124,18 @@ def test_a_slow_guesser_must_be_good() -> None:
     assert plan_lengths([0.7], [8], a_tenth)[0] > 1
 
 
-@given(st.lists(st.floats(0, 1), max_size=12), st.integers(0, 6), st.floats(0, 0.02), st.floats(0, 0.002))
+@given(st.lists(st.floats(0, 1), max_size=12), st.integers(0, 6), st.floats(0, 0.02), st.floats(0, 0.002), st.booleans())
 def test_planned_guesses_make_more_tokens_a_second_than_none(
-    rates: list[float], most: int, fixed_s: float, token_s: float
+    rates: list[float], most: int, fixed_s: float, token_s: float, is_repeated: bool
 ) -> None:
-    costs = DraftCosts(_CPU.step, StepCost(fixed_s, token_s))
+    costs = DraftCosts(_CPU.step, StepCost(fixed_s, token_s), is_repeated)
     lengths = plan_lengths(rates, [most] * len(rates), costs)
     assert all(length <= most for length in lengths)
     tokens = sum(sum(rate**n for n in range(length + 1)) for rate, length in zip(rates, lengths, strict=True))
     rounds = [sum(length >= n for length in lengths) for n in range(1, max(lengths, default=0) + 1)]
     drafting_s = sum(costs.round.seconds(count) for count in rounds)
-    speed = tokens / (costs.step.seconds(len(rates) + sum(lengths)) + drafting_s)
+    num_again = tokens - len(rates) if is_repeated else 0
+    speed = tokens / (costs.step.seconds(len(rates) + sum(lengths) + num_again) + drafting_s)
     assert speed >= len(rates) / costs.step.seconds(len(rates)) * 0.999
 
 

@@ -76,9 +76,10 @@ def _mix_head(
         matrix[:] = _NOTHING
     else:
         copy_matrix(recurrent, State(layer, tokens.seq), steps, state_at, matrix, False)
-    _advance_columns(recurrent, tokens, head, products, matrix, rows)
+    _advance_columns(recurrent, Range(tokens.first, tokens.kept_end), tokens.first, head, products, matrix, rows)
     if tokens.kept_end > tokens.first or tokens.is_first:
         copy_matrix(recurrent, State(layer, tokens.seq), steps, state_at, matrix, True)
+    _advance_columns(recurrent, Range(tokens.kept_end, tokens.end), tokens.first, head, products, matrix, rows)
     gates_at, norm = recurrent.taps.shape[2] + head * width, address(recurrent.norms) + layer * width * FLOAT_BYTES
     for token in range(tokens.first, tokens.end):
         out = rows.out + token * rows.out_step + head * width * FLOAT_BYTES
@@ -89,52 +90,51 @@ def _mix_head(
 
 @jit
 def _advance_columns(
-    recurrent: Recurrent, tokens: Tokens, head: int, products: Floats, matrix: Floats, rows: MixedRows
+    recurrent: Recurrent, own: Range, first: int, head: int, products: Floats, matrix: Floats, rows: MixedRows
 ) -> None:
-    """Let all tokens pass over the columns of a head's matrix."""
+    """Let some tokens pass over the columns of a head's matrix. first: the token of the first product."""
+    if own.first == own.end:
+        return
     num_vectors = recurrent.value_dim // LANES
-    first = 0
-    while first < num_vectors:
-        if first + 2 <= num_vectors:
-            _advance_some(recurrent, tokens, head, products, matrix, rows, first, 2)
-            first += 2
+    for vector in range(0, num_vectors, 2):
+        if vector + 2 <= num_vectors:
+            _advance_some(recurrent, own, first, head, products, matrix, rows, vector, 2)
         else:
-            _advance_some(recurrent, tokens, head, products, matrix, rows, first, 1)
-            first += 1
+            _advance_some(recurrent, own, first, head, products, matrix, rows, vector, 1)
 
 
 @jit
 def _advance_some(
     recurrent: Recurrent,
-    tokens: Tokens,
+    own: Range,
+    first: int,
     head: int,
     products: Floats,
     matrix: Floats,
     rows: MixedRows,
-    first: int,
+    vector: int,
     count: int,
 ) -> None:
-    """The columns of `count` vectors from vector number `first` on. A token changes them when the next one sees them,
-    so that they are read once a token.
+    """The columns of `count` vectors from number `vector` on. A token changes them when the next one sees them, so that
+    they are read once a token.
     """
     change = np.zeros(2 * LANES, np.float32)
     step = recurrent.key_dim * VECTOR_BYTES
-    columns = HeadMatrix(address(matrix) + first * step, recurrent.key_dim, step)
+    columns = HeadMatrix(address(matrix) + vector * step, recurrent.key_dim, step)
     before = Change(_ONE, address(matrix), address(change))
-    for token in range(tokens.first, tokens.end):
-        seen = _seen(recurrent, head, products[token - tokens.first], rows, token, first)
+    for token in range(own.first, own.end):
+        seen = _seen(recurrent, head, products[token - first], rows, token, vector)
         if count == 2:
             advance(columns, before, seen, 2)
         else:
             advance(columns, before, seen, 1)
         before = Change(seen.decay, seen.key, address(change))
-    if tokens.kept_end == tokens.end:
-        nobody = np.empty(2 * LANES, np.float32)
-        seen = Seen(_NOTHING, _NOTHING, _NOTHING, before.key, before.key, address(nobody), address(nobody))
-        if count == 2:
-            advance(columns, before, seen, 2)
-        else:
-            advance(columns, before, seen, 1)
+    nobody = np.empty(2 * LANES, np.float32)
+    seen = Seen(_NOTHING, _NOTHING, _NOTHING, before.key, before.key, address(nobody), address(nobody))
+    if count == 2:
+        advance(columns, before, seen, 2)
+    else:
+        advance(columns, before, seen, 1)
 
 
 @jit

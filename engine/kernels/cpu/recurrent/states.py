@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
     seq: int
     first: int
     end: int
-    kept_end: int  # the state after this row stays
+    kept_end: int  # the state before this row stays
     is_first: bool  # the state before the first row is of zeros
 
 
@@ -47,7 +47,7 @@ class State(NamedTuple):
 def tokens_of(steps: StateSteps, seq: int) -> Tokens:
     first, end = _int64(steps.query_starts[seq]), _int64(steps.query_starts[seq + 1])
     is_first = _int64(steps.context_lens[seq]) == end - first
-    return Tokens(seq, first, end, end - (1 if steps.is_repeated[seq] else 0), is_first)
+    return Tokens(seq, first, end, end - _int64(steps.num_repeated[seq]), is_first)
 
 
 @jit

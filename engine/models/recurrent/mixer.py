@@ -58,9 +58,7 @@ class RecurrentMixer:
         parts = torch.split(rows, list(lengths))
         return torch.cat([self._recurrence.scan(part, torch.zeros(self._facts.state_numbers)) for part in parts])
 
-    def _compute_chunk(
-        self, chunk: Chunk, rows: Tensor, out: Tensor, states: LayerStates, num_repeated: int
-    ) -> None:
+    def _compute_chunk(self, chunk: Chunk, rows: Tensor, out: Tensor, states: LayerStates, num_repeated: int) -> None:
         state = states.read()
         if chunk.first_position == 0:
             state.zero_()
@@ -71,9 +69,7 @@ class RecurrentMixer:
         for row in range(end, chunk.query_end):
             out[row : row + 1] = self._recurrence.step(rows[row : row + 1], state)
 
-    def _step(
-        self, rows: Tensor, out: Tensor, states: LayerStates, is_first: Tensor, is_kept: Sequence[bool]
-    ) -> None:
+    def _step(self, rows: Tensor, out: Tensor, states: LayerStates, is_first: Tensor, is_kept: Sequence[bool]) -> None:
         """One token of each sequence. Where `is_first`, the state before it is of zeros; unless it `is_kept`, the state
         after it is not written.
         """

@@ -182,7 +182,8 @@ class SchedulerLife(RuleBasedStateMachine):
     def finish(self, place: int, token_id: int) -> None:
         batch, _ = self.in_flight.pop(place)
         tokens = [
-            RunnerOutput(() if item.drafts and token_id == SPOILED else _sampled(item, token_id)) for item in batch.items
+            RunnerOutput(() if item.drafts and token_id == SPOILED else _sampled(item, token_id))
+            for item in batch.items
         ]
         if any(item.drafts for item in batch.items):
             self.speculator.learn(batch, tokens)

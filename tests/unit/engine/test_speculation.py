@@ -124,7 +124,9 @@ def test_a_slow_guesser_must_be_good() -> None:
     assert plan_lengths([0.7], [8], a_tenth)[0] > 1
 
 
-@given(st.lists(st.floats(0, 1), max_size=12), st.integers(0, 6), st.floats(0, 0.02), st.floats(0, 0.002), st.booleans())
+@given(
+    st.lists(st.floats(0, 1), max_size=12), st.integers(0, 6), st.floats(0, 0.02), st.floats(0, 0.002), st.booleans()
+)
 def test_planned_guesses_make_more_tokens_a_second_than_none(
     rates: list[float], most: int, fixed_s: float, token_s: float, is_repeated: bool
 ) -> None:

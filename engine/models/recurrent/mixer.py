@@ -66,8 +66,10 @@ class RecurrentMixer:
         if end > chunk.query_start:
             out[chunk.query_start : end] = self._recurrence.scan(rows[chunk.query_start : end], state[0])
         states.write(state)
-        for row in range(end, chunk.query_end):
-            out[row : row + 1] = self._recurrence.step(rows[row : row + 1], state)
+        if num_repeated == 1:  # as it is computed once more
+            out[end : chunk.query_end] = self._recurrence.step(rows[end : chunk.query_end], state)
+        elif num_repeated:
+            out[end : chunk.query_end] = self._recurrence.scan(rows[end : chunk.query_end], state[0])
 
     def _step(self, rows: Tensor, out: Tensor, states: LayerStates, is_first: Tensor, is_kept: Sequence[bool]) -> None:
         """One token of each sequence. Where `is_first`, the state before it is of zeros; unless it `is_kept`, the state

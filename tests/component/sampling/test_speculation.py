@@ -115,6 +115,20 @@ def test_guesses_change_nothing(checkpoint: Checkpoint, family: str, quantize: s
     assert (load.accepted_tokens == 0) == (mistakes == 1.0)
 
 
+@pytest.mark.parametrize(("family", "arm"), [("qwen3.5", "cpu"), ("granite-4", "torch"), ("falcon-mamba", "torch")])
+def test_guesses_change_no_token_of_the_eager_decoder(checkpoint: Checkpoint, family: str, arm: str) -> None:
+    """It rounds differently with the size of a batch."""
+    runner = load_arm(checkpoint(family), arm, num_blocks=1200)
+    plain, _ = answer(runner, None, requests())
+    guessed, scheduler = answer(runner, FakeDrafter(known(ids(plain)), 0.3), requests())
+    assert ids(guessed) == ids(plain)
+    for name, (tokens, reason) in guessed.items():
+        expected, expected_reason = plain[name]
+        assert reason == expected_reason
+        assert [t.logprob for t in tokens] == pytest.approx([t.logprob for t in expected], abs=1e-4)
+    assert scheduler.load().accepted_tokens > 100
+
+
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)

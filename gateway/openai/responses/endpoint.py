@@ -12,6 +12,7 @@ from gateway.exchange import Exchange
 from gateway.openai.answer_parser import AnswerFormat, Block, BlockAdded, BlockBegun, BlockParser, BlockStep, plan_chat
 from gateway.openai.parameters import tokenize_arguments
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
+from gateway.openai.responses.logprobs import TextLogprobs
 from gateway.openai.responses.requests import NAMES, ResponsesBody, chat_of, check_stateless
 from gateway.openai.responses.tools import callees, free_text_of
 from gateway.schema import Json
@@ -34,7 +35,8 @@ async def create_response(exchange: Exchange) -> Response:
         arguments, answer_format = await plan_chat(exchange, chat)
         applied = {name: arguments.get(name) for name in ("temperature", "top_p") if getattr(body, name) is None}
         body = body.model_copy(update=applied)  # the response says what the server has chosen
-        renderer = ResponseEvents(body, body.model or exchange.served_name, answer_format, field_names)
+        logprobs = TextLogprobs(chat)
+        renderer = ResponseEvents(body, body.model or exchange.served_name, answer_format, field_names, logprobs)
         feed = exchange.feed([arguments])
         if body.stream:
             return await stream_answer(exchange, feed, renderer, SSE_NAMED)
@@ -63,11 +65,17 @@ class ResponseEvents:
     """Renders a stream, and keeps its response. Each block of the answer is an output item."""
 
     def __init__(
-        self, body: ResponsesBody, model: str, answer_format: AnswerFormat, field_names: ClientFieldNames
+        self,
+        body: ResponsesBody,
+        model: str,
+        answer_format: AnswerFormat,
+        field_names: ClientFieldNames,
+        logprobs: TextLogprobs,
     ) -> None:
         self._body = body
         self._model = model
         self._field_names = field_names
+        self._logprobs = logprobs
         self._callees = callees(body.all_tools)
         self._answer = BlockParser(answer_format)
         self._created_s = int(time.time())
@@ -81,6 +89,7 @@ class ResponseEvents:
             yield self._numbered(f"response.{kind}", response=self.response())
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
+        self._logprobs.begin_event(event)
         for step in self._answer.read(event, event.text):
             yield from self._item_events(step)
 
@@ -130,20 +139,22 @@ class ResponseEvents:
             yield self._numbered("response.output_item.added", item=self._item(block, is_done=False), **position)
         item_id = self._item_ids[block.index]
         inside = position | {"item_id": item_id} | ({} if block.kind == "call" else {"content_index": 0})
-        logprobs: Json = {"logprobs": []} if kind == "text" else {}
         if isinstance(step, BlockBegun):
             if block.kind != "call":
-                yield self._numbered("response.content_part.added", part=_part(block, ""), **inside)
+                yield self._numbered("response.content_part.added", part=_part(block, "", []), **inside)
         elif isinstance(step, BlockAdded):
+            entries = self._logprobs.of_step(step)
+            logprobs: Json = {"logprobs": entries} if kind == "text" else {}
             if kind != "custom":
                 yield self._numbered(f"{_TEXT_EVENTS[kind]}.delta", delta=step.text, **inside, **logprobs)
         else:
+            logprobs = {"logprobs": self._logprobs.of_block(block)} if kind == "text" else {}
             content = self._called(block) if block.kind == "call" else {"text": block.text}
             if kind == "custom":
                 yield self._numbered(f"{_TEXT_EVENTS[kind]}.delta", delta=content["input"], **inside)
             yield self._numbered(f"{_TEXT_EVENTS[kind]}.done", **content, **inside, **logprobs)
             if block.kind != "call":
-                yield self._numbered("response.content_part.done", part=_part(block, block.text), **inside)
+                yield self._numbered("response.content_part.done", part=self._whole(block), **inside)
             yield self._numbered("response.output_item.done", item=self._item(block, is_done=True), **position)
 
     def _kind(self, block: Block) -> str:
@@ -166,7 +177,7 @@ class ResponseEvents:
         if is_done:
             status = "incomplete" if is_last and self._answer.reason == "length" else "completed"
         item: Json = {"id": self._item_ids[block.index], "status": status}
-        content = [_part(block, block.text)] if is_done else []
+        content = [self._whole(block)] if is_done else []
         if block.kind == "reasoning":
             return item | {"type": "reasoning", "summary": [], "content": content}
         if block.kind == "text":
@@ -176,6 +187,9 @@ class ResponseEvents:
             called |= {name: "" for name in ("arguments", "input") if name in called}
         kind = "custom_tool_call" if "input" in called else "function_call"
         return item | {"type": kind, "call_id": block.call_id, **called}
+
+    def _whole(self, block: Block) -> Json:
+        return _part(block, block.text, self._logprobs.of_block(block))
 
     def _usage(self) -> Json:
         usage = self._answer.usage
@@ -188,10 +202,10 @@ class ResponseEvents:
         }
 
 
-def _part(block: Block, text: str) -> Json:
+def _part(block: Block, text: str, logprobs: list[Json]) -> Json:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _request_members(body: ResponsesBody) -> Json:
@@ -208,6 +222,7 @@ def _request_members(body: ResponsesBody) -> Json:
         "text": {"format": text_format},
         "tool_choice": body.tool_choice or "auto",
         "tools": tools,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "user": body.user,

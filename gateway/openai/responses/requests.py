@@ -45,6 +45,7 @@ _AS_IN_CHATS = (
     *("stream", "temperature", "top_p", "seed", "priority", "ttft_target"),
     *("prompt_cache_key", "prompt_cache_retention", "keep_priority", "time_to_live"),
 )
+_LOGPROBS = "message.output_text.logprobs"
 _TURN = ("reasoning_content", "content", "tool_calls")
 """Members of an assistant's message, in the order of their items."""
 
@@ -149,7 +150,7 @@ class ResponsesBody(Body):
 
 
 def check_stateless(body: ResponsesBody) -> None:
-    """Raise InvalidField for members that need stored responses, and for log-probs."""
+    """Raise InvalidField for members that need stored responses."""
     if body.previous_response_id is not None:
         message = (
             f"Previous response with id '{body.previous_response_id[:64]}' not found. "
@@ -160,8 +161,6 @@ def check_stateless(body: ResponsesBody) -> None:
         "conversation": body.conversation is not None,
         "background": body.background,
         "prompt": body.prompt is not None,
-        "top_logprobs": bool(body.top_logprobs),
-        "include": "message.output_text.logprobs" in (body.include or ()),
     }
     for name, is_used in unsupported.items():
         if is_used:
@@ -172,8 +171,11 @@ def check_stateless(body: ResponsesBody) -> None:
 def chat_of(body: ResponsesBody) -> Json:
     """Return the members of the chat's body; null means absent. Raises InvalidField."""
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    has_logprobs = body.top_logprobs is not None or _LOGPROBS in (body.include or ())
     return {
         "model": body.model,
+        "logprobs": has_logprobs,
+        "top_logprobs": body.top_logprobs if has_logprobs else None,
         "messages": joined_turns([*instructions, *_messages(body.input)]),
         "tools": chat_tools(body.all_tools),
         "tool_choice": chat_choice(body.tool_choice),

@@ -91,6 +91,33 @@ async def test_streams(gateway: RunningGateway, client: openai.AsyncOpenAI) -> N
     assert done[-1]["arguments"] == texts["function_call_arguments"]
 
 
+@pytest.mark.parametrize(
+    ("story", "shown"),
+    [(STORY, "I look."), ("I look.", "I look."), ("<think>\n\n</think>\n\nI look.\n", "I look.\n"), ("a <b", "a <b")],
+)
+async def test_texts_have_log_probs(
+    gateway: RunningGateway, client: openai.AsyncOpenAI, story: str, shown: str
+) -> None:
+    gateway.script.story = story
+    asked: Any = {"model": "fake", "input": "weather?", "tools": TOOLS, "include": ["message.output_text.logprobs"]}
+    async with client.responses.stream(**asked, top_logprobs=2) as stream:
+        events: list[Any] = [event async for event in stream]
+        final = await stream.get_final_response()
+    whole = await client.responses.create(**asked)
+    assert (final.top_logprobs, whole.top_logprobs) == (2, 0)
+    assert gateway.script.requests[-2].output.top_logprobs == 2
+    for answer, num_top in ((final, 2), (whole, 0)):
+        texts: list[Any] = [part for item in answer.output if item.type == "message" for part in item.content]
+        [text] = texts
+        assert "".join(entry.token for entry in text.logprobs) == text.text == shown
+        assert {len(entry.top_logprobs) for entry in text.logprobs} == {num_top}
+        assert all(entry.logprob < 0 for entry in text.logprobs)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert all("".join(entry.token for entry in event.logprobs) == event.delta for event in deltas)
+    plain: Any = (await client.responses.create(model="fake", input="weather?")).output
+    assert [part.logprobs for item in plain if item.type == "message" for part in item.content] == [[]]
+
+
 async def test_the_tools_of_a_coding_agent(gateway: RunningGateway, client: openai.AsyncOpenAI) -> None:
     """Functions in a group, tools that take text, and what OpenAI runs itself; calls name what the client has sent."""
     patch: Any = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}
@@ -207,8 +234,7 @@ async def test_a_stream_that_fails_before_its_first_token_begins_like_any_other(
         ({"previous_response_id": "resp_1"}, "previous_response_id", "previous_response_not_found", "'resp_1' not"),
         ({"background": True}, "background", "unsupported_parameter", "not supported"),
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter", "not supported"),
-        ({"top_logprobs": 2}, "top_logprobs", "unsupported_parameter", "not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter", "not supported"),
+        ({"top_logprobs": 21}, "top_logprobs", "integer_above_max_value", "Expected a value <= 20"),
         ({"max_output_tokens": 0}, "max_output_tokens", "integer_below_min_value", "Expected a value >= 1"),
         ({"input": [IMAGE]}, "input[0].content[0].type", "invalid_value", "'input_image'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "invalid_value", "'item_reference'"),

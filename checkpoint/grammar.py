@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
 
 from checkpoint.gbnf import lark_of
 from checkpoint.model_files import read_model_facts
@@ -107,14 +108,27 @@ class GrammarCompiler:
         with self._loading:
             if self._tokenizer is None:
                 facts, tokenizer = read_model_facts(self._model_dir), load_tokenizer(self._model_dir)
-                ends = facts.eos_token_ids | own_end_token(tokenizer, self._model_dir)
+                named = facts.eos_token_ids | own_end_token(tokenizer, self._model_dir)
+                ends = sorted(id_ for id_ in named if id_ < facts.vocab_size)
                 if not ends:
                     raise InvalidRequest("this model has no end-of-sequence token, which every structure needs")
                 try:
-                    self._tokenizer = LLTokenizer(tokenizer.to_str(), facts.vocab_size, sorted(ends))
+                    self._tokenizer = LLTokenizer(_known_part(tokenizer, facts.vocab_size), facts.vocab_size, ends)
                 except ValueError as error:
                     raise InvalidRequest(f"structured output cannot use this model's tokenizer: {error}") from error
             return self._tokenizer
+
+
+def _known_part(tokenizer: Tokenizer, vocab_size: int) -> str:
+    """The tokenizer as JSON, without the added tokens that the model has no numbers for, as those for images of a
+    model that is served, or was published, without that part: llguidance refuses them.
+    """
+    source = tokenizer.to_str()
+    if tokenizer.get_vocab_size() <= vocab_size:
+        return source
+    content = json.loads(source)
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+    return json.dumps(content)
 
 
 def _compile(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher:

@@ -321,6 +321,26 @@ def test_a_model_without_an_end_has_no_structures(tmp_path: Path) -> None:
         GrammarCompiler(folder).compile(choice("a"))
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    """Gemma 3 1B has no number for the last one, which stands for images. Such a token is in no mask, and ends
+    nothing.
+    """
+    folder = write_checkpoint(tmp_path / "more")
+    tokenizer = byte_level_tokenizer()
+    vocab_size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens([AddedToken("<image>", special=True, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    ends = [EOS_ID, vocab_size, vocab_size + 5]
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size, "eos_token_id": ends}))
+    compiler = GrammarCompiler(folder)
+    assert accepts(compiler, schema(OBJECT), '{"a": 1}')
+    assert not accepts(compiler, schema(OBJECT), '{"a": "1"}')
+    assert len(compiler.compile(lark("start: /.*/")).compute_bitmask()) * 8 < vocab_size + 32
+    with pytest.raises(InvalidRequest, match="unknown special token"):
+        compiler.compile(lark("start: <image>"))
+
+
 def _sentencepiece() -> Tokenizer:
     """As Llama 2 has it: words begin with ▁, and bytes that are no token are spelt <0xNN>."""
     words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'yeso{}":', "▁yes", "yes"]

@@ -169,6 +169,16 @@ def test_layers_of_newer_families(read: Any) -> None:
 def test_gemma_means_tanh_where_it_says_gelu(read: Any) -> None:
     gemma = read("GemmaForCausalLM", **SIZES, hidden_act="gelu", hidden_activation=None)
     assert (gemma.activation, gemma.embed_scale, gemma.tied) == ("gelu_pytorch_tanh", 8.0, True)
+    assert read("Gemma2ForCausalLM", **SIZES).activation == "gelu_pytorch_tanh"
+
+
+@pytest.mark.parametrize("architecture", ["GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_gemma_with_another_activation(read: Any, architecture: str) -> None:
+    """As fine-tuned for sparse activations."""
+    assert read(architecture, **SIZES, hidden_act="relu").activation == "relu"
+    assert read(architecture, **SIZES, hidden_act="gelu", hidden_activation="silu").activation == "silu"
+    with pytest.raises(ConfigurationError, match="activation 'quick_gelu' is not supported"):
+        read(architecture, **SIZES, hidden_activation="quick_gelu")
 
 
 def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
@@ -187,6 +197,7 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
     [
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("HunYuanDenseV1ForCausalLM", {"use_cla": True}, "use_cla True"),
         ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm True"),
         ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm False"),

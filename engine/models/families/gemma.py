@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, number, optional_number, rope_section, section
+from checkpoint.config_json import (
+    RawConfig,
+    first_of,
+    flag,
+    integer,
+    number,
+    optional_number,
+    refuse,
+    rope_section,
+    section,
+)
 from engine.models.families.layer_kinds import windows_but_every
 from engine.models.model_config import ModelConfig, RopeConfig, parse_rope, sliding_window
 from engine.models.tensor_names import TensorNames
@@ -19,12 +29,13 @@ _GEMMA2 = replace(
 
 def gemma(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Gemma 1. Early checkpoints name the activation `gelu`, but use the tanh approximation."""
-    bias = flag(raw, "attention_bias", default=False)
+    refuse(raw, use_bidirectional_attention=True)  # EmbeddingGemma's, which generates nothing
+    bias, named = flag(raw, "attention_bias", default=False), first_of(raw, ("hidden_activation", "hidden_act"), "gelu")
     return replace(
         plain,
         tensors=_GEMMA,
         embed_scale=plain.hidden_size**0.5,
-        activation="gelu_pytorch_tanh",
+        activation="gelu_pytorch_tanh" if named == "gelu" else plain.activation,
         qkv_bias=bias,
         o_bias=bias,
         tied=flag(raw, "tie_word_embeddings", default=True),

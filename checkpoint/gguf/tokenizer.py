@@ -34,6 +34,15 @@ _WORDS = {
 """How `tokenizer.ggml.pre` cuts a text into words."""
 _SINGLE_DIGITS = frozenset({"smollm"})
 _WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+_BEGIN_TEXTS = _WHOLE_WORDS_FIRST
+"""Those that put a first token before a text if the file does not say, as most files of Llama 3 do not."""
+_ENDS = frozenset(
+    {
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
+        *("<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>"),
+    }
+)
+"""Tokens that end an answer in llama.cpp by their names: files of Gemma and Phi 3 name no token that ends a turn."""
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
@@ -57,17 +66,26 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
 def generation_config(file: GgufFile) -> dict[str, Any]:
     """The contents of generation_config.json: the tokens that begin and end an answer."""
     ids = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom", "padding")}
-    ends = [id_ for id_ in dict.fromkeys((ids["eos"], ids["eot"], ids["eom"])) if id_ is not None]
+    ends = [id_ for id_ in dict.fromkeys((ids["eos"], ids["eot"], ids["eom"], *_named_ends(file))) if id_ is not None]
     named = {"bos_token_id": ids["bos"], "eos_token_id": ends or None, "pad_token_id": ids["padding"]}
     return {key: value for key, value in named.items() if value is not None}
+
+
+def _named_ends(file: GgufFile) -> list[int]:
+    """The added tokens that end an answer by their names. Texts of these names may also be words of a vocabulary."""
+    tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{key}", ()) for key in ("tokens", "token_type"))
+    added = (_CONTROL, _USER_DEFINED)
+    pairs = enumerate(zip(tokens, kinds, strict=False))
+    return [id_ for id_, (token, kind) in pairs if kind in added and token in _ENDS]
 
 
 def _tokenizer_config(file: GgufFile, *, is_byte_level: bool) -> dict[str, Any]:
     tokens: Sequence[str] = file.require("tokenizer.ggml.tokens")
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    adds_bos = not is_byte_level or file.metadata.get("tokenizer.ggml.pre") in _BEGIN_TEXTS
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast" if is_byte_level else "LlamaTokenizer",
-        "add_bos_token": bool(file.metadata.get("tokenizer.ggml.add_bos_token", not is_byte_level)),
+        "add_bos_token": bool(file.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
         "add_eos_token": bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),
     }
     for name, key in special.items():

@@ -167,6 +167,8 @@ def test_texts_have_their_ids(words: str, tmp_path: Path) -> None:
         ids = original.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_special_tokens=False).ids == ids, text
         assert ours.decode(ids, skip_special_tokens=True) == original.decode(ids, skip_special_tokens=True), text
+    begins = [original.token_to_id("<s>")] if words in ("llama-bpe", "tekken") else []  # the file does not say
+    assert ours.encode("a").ids == begins + original.encode("a", add_special_tokens=False).ids
     assert json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
 
 
@@ -207,6 +209,18 @@ def test_the_end_of_answers_is_that_of_the_original(tmp_path: Path) -> None:
     assert main(["convert", str(path), str(out), "--tokenizer", str(model_dir)]) == 0
     assert read_model_facts(out).eos_token_ids == {7, 9}
     assert not {"quantize_config.json", MANIFEST} & {file.name for file in out.iterdir()}
+
+
+def test_tokens_that_end_a_turn_are_known_by_name(tmp_path: Path) -> None:
+    """As in llama.cpp: files of Gemma and Phi 3 name one end token, and not that of a turn."""
+    model_dir, out = write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "out"
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<end_of_turn>", "<start_of_turn>"])
+    tokenizer.add_tokens(["<|end|>"])
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+    assert main(["convert", str(write_gguf(model_dir, tmp_path / "model.gguf")), str(out)]) == 0
+    ends = {tokenizer.token_to_id(token) for token in ("</s>", "<end_of_turn>", "<|end|>")}
+    assert read_model_facts(out).eos_token_ids == ends
 
 
 def test_bad_files_are_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ _MAX_SHOWN_CHARS = 300
 _MEMBER = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z_]{1,64}")
 
 # pydantic's name for an alternative with a validator of its own.
-_VALIDATED = re.compile(r"function-after\[\w{1,64}\(\), (\w{1,64})\]")
+_VALIDATED = re.compile(r"function-after\[\w{1,64}\(\), ([\w\[\],]{1,64})\]")
 
 # Maximum number of strings, lists and objects in a body, and of all its values. Only lists of token ids have a
 # legitimate reason to be long: half a million ids are four times the longest prompt of today's models.

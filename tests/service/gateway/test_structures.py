@@ -111,6 +111,15 @@ async def test_contradictory_structures_are_refused(gateway: RunningGateway, mem
     assert not gateway.script.requests
 
 
+async def test_a_schema_of_another_type_is_refused_in_words(gateway: RunningGateway) -> None:
+    """Names of pydantic's own for what it checks tell a client nothing."""
+    refused = await gateway.post("/v1/chat/completions", {"messages": MESSAGES, "guided_json": 3})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["message"].startswith("guided_json.dict[str,any]: Input should be a valid dictionary")
+    assert error["param"] == "guided_json"
+
+
 @pytest.mark.parametrize(
     ("grammar", "expected"),
     [

@@ -43,9 +43,12 @@ def gemma(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Gemma 2: layers with and without a window alternate, beginning with a window."""
+    """Gemma 2: layers with and without a window alternate, beginning with a window. `hidden_act`, which files have,
+    too, means nothing.
+    """
     return replace(
         gemma(plain, raw),
+        activation=plain.activation if raw.get("hidden_activation") else "gelu_pytorch_tanh",
         tensors=_GEMMA2,
         block="sandwich",
         windows=windows_but_every(2, plain, raw, sliding_window(raw, 4096)),

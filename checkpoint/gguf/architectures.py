@@ -180,6 +180,8 @@ def _phi3(metadata: Metadata, config: Config) -> dict[str, Any]:
 
 
 def _gemma2(metadata: Metadata, config: Config) -> dict[str, Any]:
+    # The first files of Gemma 2 do not say its caps. Gemma 3 has none.
+    caps = (50.0, 30.0) if metadata.architecture == "gemma2" else (None, None)
     # llama.cpp knows the models of 27B by their layers. All others scale by the size of a head.
     is_27b = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[metadata.architecture]
     return {
@@ -187,8 +189,8 @@ def _gemma2(metadata: Metadata, config: Config) -> dict[str, Any]:
         if is_27b
         else config["head_dim"],
         "sliding_window": int(metadata.get("attention.sliding_window") or 4096),
-        "attn_logit_softcapping": metadata.get("attn_logit_softcapping"),
-        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+        "attn_logit_softcapping": metadata.get("attn_logit_softcapping") or caps[0],
+        "final_logit_softcapping": metadata.get("final_logit_softcapping") or caps[1],
     }
 
 

@@ -18,7 +18,8 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from checkpoint.gguf.file import open_gguf
+from checkpoint.gguf.architectures import ARCHITECTURES, Metadata
+from checkpoint.gguf.file import GgufFile, open_gguf
 from checkpoint.gguf.tokenizer import _WORDS
 from checkpoint.model_files import read_model_facts
 from checkpoint.partition_manifest import MANIFEST
@@ -221,6 +222,15 @@ def test_tokens_that_end_a_turn_are_known_by_name(tmp_path: Path) -> None:
     assert main(["convert", str(write_gguf(model_dir, tmp_path / "model.gguf")), str(out)]) == 0
     ends = {tokenizer.token_to_id(token) for token in ("</s>", "<end_of_turn>", "<|end|>")}
     assert read_model_facts(out).eos_token_ids == ends
+
+
+@pytest.mark.parametrize(("architecture", "caps"), [("gemma2", (50.0, 30.0)), ("gemma3", (None, None))])
+def test_caps_that_the_first_files_of_gemma_2_do_not_say(architecture: str, caps: object, tmp_path: Path) -> None:
+    """They are those of llama.cpp, and of the model."""
+    metadata = Metadata(GgufFile(tmp_path, {"general.architecture": architecture}, {}))
+    sizes = {"num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "head_dim": 256}
+    config = ARCHITECTURES[architecture].facts(metadata, sizes)
+    assert (config["attn_logit_softcapping"], config["final_logit_softcapping"]) == caps
 
 
 def test_bad_files_are_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Converts values of LMI's and TGI's keys to those of settings. Every conversion may raise ConfigurationError."""
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -76,11 +77,13 @@ def megabytes(value: str) -> str:
 
 
 def number(value: str, before: str = "") -> float:
-    """A number. `before` is a prefix for the error message."""
+    """A finite number. `before` is a prefix for the error message."""
     try:
-        return float(value)
+        if math.isfinite(result := float(value)):
+            return result
     except ValueError:
-        raise ConfigurationError(f"{before}expected a number, got {value!r}") from None
+        pass
+    raise ConfigurationError(f"{before}expected a number, got {value!r}")
 
 
 def lmi_schema(value: str) -> str:

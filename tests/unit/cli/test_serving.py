@@ -245,6 +245,8 @@ def test_a_key_is_never_shown(tmp_path: Path) -> None:
         ("option.a=\\u12", {}, "cannot read"),
         ("", {"SHARDED": "false", "NUM_SHARD": "2"}, "SHARDED=false and NUM_SHARD=2 contradict each other"),
         ("", {"ROPE_SCALING": "linear", "ROPE_FACTOR": "x"}, "ROPE_FACTOR: expected a number, got 'x'"),
+        ("", {"SAGEMAKER_MAX_PAYLOAD_IN_MB": "nan"}, "expected a number, got 'nan'"),
+        ("max_payload_in_mb=inf", {}, "expected a number, got 'inf'"),
         ("option.max_seq_len=5\noption.max_model_len=6", {}, "contradict each other"),
     ],
 )

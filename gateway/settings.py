@@ -63,13 +63,13 @@ _POSITIVE = (
 class GatewaySettings(ProcessSettings, PublicTlsSettings):
     """Settings of the gateway. Raises ConfigurationError on construction if one is invalid."""
 
-    router: str = setting("127.0.0.1:50051", "router's address; several with commas between")
+    router: str = setting("127.0.0.1:50051", "router's address; several are separated by commas")
     router_tls: bool = setting(False, "speak TLS with the router")
     router_tls_ca: str = setting("", "PEM file: the CA of the router's certificate, or the certificate itself")
     router_tls_name: str = setting("", "name in the router's certificate; default: the address")
     host: str = setting("127.0.0.1", "address HTTP clients reach", env=("HOSTNAME",))
     port: int = setting(8080, "port HTTP clients reach; 0 takes a free one", env=("PORT",))
-    allow_anonymous: bool = setting(False, "listen beyond loopback though the router asks for no API keys")
+    allow_anonymous: bool = setting(False, "listen beyond loopback even if the router asks for no API keys")
 
     max_body_bytes: int = setting(8 << 20, "most bytes of a request body; more is refused", env=("PAYLOAD_LIMIT",))
     max_bodies_bytes: int = setting(256 << 20, "most bytes that all open requests' bodies hold beyond 64 KiB each")
@@ -84,15 +84,15 @@ class GatewaySettings(ProcessSettings, PublicTlsSettings):
     grace_s: float = setting(10.0, "how long running answers may go on after SIGTERM")
     allowed_hosts: str = setting(
         "",
-        "names, with commas between, that clients may call this gateway by while the router asks for no API keys; "
+        "names, separated by commas, under which clients may call this gateway while the router asks for no API keys; "
         "IP addresses and localhost always may",
     )
     cors_allow_origin: str = setting(
-        "", "origins, with commas between, whose pages may call; default: none", env=("CORS_ALLOW_ORIGIN",)
+        "", "origins, separated by commas, whose pages may call; default: none", env=("CORS_ALLOW_ORIGIN",)
     )
 
     batch_folder: str = setting("", "folder for /v1/files and /v1/batches; default: neither is served")
-    batch_max_bytes: int = setting(1 << 30, "most bytes of each key's files there, answers included")
+    batch_max_bytes: int = setting(1 << 30, "most bytes of each API key's files in batch_folder, answers included")
     batch_concurrency: int = setting(16, "requests of batches under way at a time")
 
     lmi_schema: str = setting(
@@ -111,8 +111,8 @@ class GatewaySettings(ProcessSettings, PublicTlsSettings):
         f"where reasoning ends: {', '.join(REASONING_PARSERS)}; auto: at the mark that the model's template has",
     )
     handler: str = setting("", "model.py of your own, which answers /invocations; see docs/http.md")
-    handler_function: str = setting("handle", "name of the function in it", env=("OPTION_HANDLER",))
-    handler_properties: str = setting("{}", "JSON object: properties for its inputs", secret=True)
+    handler_function: str = setting("handle", "name of the handler's function", env=("OPTION_HANDLER",))
+    handler_properties: str = setting("{}", "JSON object: properties for the handler's inputs", secret=True)
     handler_start_s: float = setting(600.0, "seconds in which the handler must have loaded")
     tgi_compat: bool = setting(False, "/invocations answers as TGI does", env=("OPTION_TGI_COMPAT", "COMPAT_TGI"))
 

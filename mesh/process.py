@@ -61,7 +61,7 @@ class ProcessSettings:
     follow_stdin: bool = setting(False, "stop when standard input closes, because the parent has ended")
     stuck_exit_s: float = setting(
         60.0,
-        "exit with status 1, to be restarted, when the event loop has been stuck for so many seconds; 0: never; a "
+        "exit with status 1, to be restarted, when the event loop has been stuck for this many seconds; 0: never; a "
         "worker's wedged_exit_s is the same for its engine's thread",
     )
 

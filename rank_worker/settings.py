@@ -47,7 +47,7 @@ class RankSettings(MemberSettings):
         "",
         "folder where processes of this machine record the memory they take; default: one of this user's in /dev/shm",
     )
-    kv_host: str = setting("", "address to take KV at, of a decode worker's rank; default: where the leader sees it")
+    kv_host: str = setting("", "address at which a decode worker's rank takes KV; default: as the leader sees it")
     parent: int = setting(0, "process id of the worker, if it has started this rank; the rank ends with it")
     leader_key: str = setting(
         "", "key of the leader's port, if it has one of its own; default: the mesh's key and TLS", secret=True

@@ -71,8 +71,8 @@ class RouterSettings(ModelSettings, PublicTlsSettings):
     )
     generation_config: str = setting(
         "auto",
-        "sampling of HTTP requests that leave it to the server, and stop strings: auto takes what the model's "
-        "generation_config.json recommends, none does not",
+        "auto: HTTP requests without sampling parameters of their own get those of the model's generation_config.json, "
+        "and answers end at its stop strings; none: neither",
     )
     disable_grammar_support: bool = setting(
         False, "refuse structured output: JSON schemas, regular expressions, grammars", env=("DISABLE_GRAMMAR_SUPPORT",)
@@ -80,8 +80,8 @@ class RouterSettings(ModelSettings, PublicTlsSettings):
     prefill_threshold: int = setting(0, "prompts with fewer uncached tokens are prefilled by the decode worker")
     prefill_overflow: int = setting(
         512,
-        "uncached prompt tokens that a decode worker may prefill at a time while the prefill workers are full, twice "
-        "as many if they are those of one prompt; 0: none",
+        "uncached prompt tokens that a decode worker may prefill at a time while the prefill workers are full, or "
+        "twice as many of a single prompt; 0: none",
     )
 
     max_attempts: int = setting(10, "consecutive attempts without a new token before a request fails")
@@ -103,20 +103,20 @@ class RouterSettings(ModelSettings, PublicTlsSettings):
     grace_s: float = setting(10.0, "how long running streams may continue after SIGTERM")
     traffic: str = setting(
         "",
-        "names that stand for several revisions, which are models of this router, and the shares of new requests that "
-        "each gets, as chat=v1:90,v2:10 (several names: with ; between them); `tandem traffic` changes them",
+        "names that stand for several models of this router (revisions), with the share of new requests that each "
+        "gets, as chat=v1:90,v2:10; several names are separated by ;. `tandem traffic` changes them",
     )
     switch_roles: bool = setting(
         False,
-        "let workers that are switchable change their roles where this router's advice says that one more of a role "
-        "would help; never the last of a role",
+        "let switchable workers change their roles when this router's advice asks for one more worker of a role; never "
+        "the last worker of a role",
     )
     switch_after_s: float = setting(30.0, "how long advice stands before switch_roles follows it")
     switch_pause_s: float = setting(120.0, "how long no worker has come or gone before switch_roles makes a switch")
     expect_prefill: int = setting(
         0,
-        "number of prefill workers, over all models, to wait for before announcing ready; with 1 and more, the first "
-        "SERVING waits for one",
+        "number of prefill workers, over all models, to wait for before announcing ready; from 1 on, the first SERVING "
+        "waits for one, too",
     )
     expect_decode: int = setting(1, "number of decode workers, over all models, to wait for before announcing ready")
 

@@ -15,7 +15,7 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.add_argument("source", type=Path, metavar="SOURCE", help=about)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must not exist")
-    about = "of a file in GGUF: take the tokenizer of this checkpoint folder, not the file's"
+    about = "for a file in GGUF: take the tokenizer of this checkpoint folder, not the file's"
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help=about)
 
 

@@ -67,11 +67,11 @@ def _describe_time(seconds: float) -> str:
 
 def _add_stop_arguments(parser: CommandParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    about = "its process id, address, port or model (default: the only one)"
+    about = "process id, address, port or model of the mesh (default: the only one)"
     which.add_argument("mesh", nargs="?", metavar="MESH", help=about)
     which.add_argument("--all", action="store_true", help="stop all meshes of this user on this machine")
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="how long to wait for the end (default: until it has come)"
+        "--timeout", type=float, metavar="SECONDS", help="how long to wait for the end (default: without limit)"
     )
 
 
@@ -107,7 +107,9 @@ def _add_logs_arguments(parser: CommandParser) -> None:
     parser.add_argument("service", nargs="*", metavar="SERVICE", help=about)
     parser.add_argument("--mesh", help="process id, address, port or model of the mesh (default: the only one)")
     parser.add_argument("-n", "--lines", type=whole, default=20, metavar="N", help="lines of each service (20)")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines, until Ctrl-C or its end")
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="keep showing new lines until Ctrl-C or the mesh's end"
+    )
 
 
 def _show_logs(args: argparse.Namespace) -> int:

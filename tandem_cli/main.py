@@ -22,7 +22,7 @@ GROUPS = {
         "up": "start a mesh on this machine and serve until Ctrl-C",
         "serve": "the same as up",
         "ps": "list the meshes that run on this machine",
-        "logs": "show what the services of a mesh have logged",
+        "logs": "show the logs of a mesh's services",
         "stop": "stop a mesh",
     },
     "ask": {
@@ -33,10 +33,10 @@ GROUPS = {
     "look inside": {
         "workers": "show the workers and their load",
         "models": "list the served models and their limits",
-        "drain": "take workers out of service: they finish what runs",
+        "drain": "take workers out of service: they finish their running requests",
         "undrain": "take drained workers back into service",
-        "switch": "let a worker prefill that decodes, or decode that prefills",
-        "traffic": "share out requests among revisions of a model",
+        "switch": "change the role of a switchable worker: prefill or decode",
+        "traffic": "divide requests among revisions of a model",
         "breakdown": "send sample requests and show where their time goes",
     },
     "plan and measure": {
@@ -51,7 +51,7 @@ GROUPS = {
         "optimize": "try precisions, speculation and workers with your prompts, and write down the best choice",
         "quantize": "make a quantised checkpoint, and compare it with the original",
         "partition": "write a model's weights as workers map them, one file per rank",
-        "completion": "print what makes bash, zsh or fish complete tandem's commands and options",
+        "completion": "print a script for bash, zsh or fish that completes tandem's commands and options",
     },
 }
 """All subcommands, with their descriptions, as `tandem --help` groups them."""
@@ -78,7 +78,7 @@ _ADVICE = {
 """What a user can do about errors of the SDK, by the name of the error."""
 
 _TLS_ADVICE = (
-    "give --tls, or --tls-ca FILE, if it does, with --tls-name if the certificate has another name; neither if not"
+    "if so, give --tls, or --tls-ca FILE, with --tls-name if the certificate has another name; if not, give neither"
 )
 
 

@@ -40,7 +40,7 @@ def _list_models(args: argparse.Namespace) -> int:
 def _add_traffic_arguments(parser: CommandParser) -> None:
     about = "the name that clients ask for; without one, all shares are shown"
     parser.add_argument("name", nargs="?", default="", metavar="NAME", help=about)
-    about = "share of a served model, in proportion to the sum; models that are not named get none; 0: end the name"
+    about = "share of a served model, in proportion to the sum; models that are not named get none; all 0: end the name"
     parser.add_argument("shares", nargs="*", metavar="MODEL=SHARE", help=about)
     add_connection_arguments(parser)
 

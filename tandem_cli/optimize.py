@@ -12,16 +12,16 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=about)
     about = "your prompts: JSON lines with prompt, messages or token_ids; they may have reference and max_tokens"
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help=about)
-    about = "the folder to write: what `tandem up OUT` serves, and the report; an interrupted run goes on in it"
+    about = "the folder to write: what `tandem up OUT` serves, and the report; an interrupted run continues in it"
     parser.add_argument("--out", type=Path, required=True, metavar="OUT", help=about)
     about = "TOML file with candidates and limits; auto: what fits this machine and the model (auto)"
     parser.add_argument("--recipe", default="auto", metavar="FILE", help=about)
     about = "Python file with a function judge(line, answer) that returns 0 to 1"
     parser.add_argument("--judge", type=Path, metavar="FILE", help=about)
     limits = parser.add_argument_group("limits")
-    about = "time to first token that 99 %% of the requests must keep, such as 500ms"
+    about = "limit on the time to first token that 99 %% of the requests must keep, such as 500ms"
     limits.add_argument("--slo-ttft", type=_duration, metavar="TIME", help=about)
-    about = "time between tokens that 99 %% of them must keep, such as 60ms"
+    about = "limit on the time between tokens that 99 %% of them must keep, such as 60ms"
     limits.add_argument("--slo-itl", type=_duration, metavar="TIME", help=about)
     about = "share of the quality that may be lost beside the unquantised model, such as 1%% (1%%)"
     limits.add_argument("--max-quality-loss", type=_share, metavar="SHARE", help=about)
@@ -56,4 +56,4 @@ def _share(text: str) -> float:
     try:
         return float(number) / (100 if is_percent else 1)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"want a share such as 1% or 0.01, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected a share such as 1% or 0.01, got {text!r}") from None

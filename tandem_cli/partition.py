@@ -14,7 +14,7 @@ def add_arguments(parser: CommandParser) -> None:
     about = "ranks of each stage (1); max: as a worker's --tensor-parallel max"
     parser.add_argument("--tensor-parallel", default="1", metavar="N", help=about)
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="M", help="stages of a worker (1)")
-    about = "cpu; GPUs load checkpoints as they are (cpu)"
+    about = "only cpu: GPUs load checkpoints as they are (cpu)"
     parser.add_argument("--device", default="cpu", metavar="NAME", help=about)
     about = "leave the folder as it is if it holds this partition of this model"
     parser.add_argument("--reuse", action="store_true", help=about)

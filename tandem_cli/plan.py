@@ -101,7 +101,7 @@ def add_precision(parser: argparse._ActionsContainer) -> None:
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:
     adapters = parser.add_argument_group("LoRA adapters, as workers get them")
-    about = "an adapter in PEFT's format, or a folder that has a folder of each; repeatable"
+    about = "an adapter in PEFT's format, or a folder with a folder for each; repeatable"
     adapters.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help=about)
     about = "adapters in memory at once (all)"
     adapters.add_argument("--max-loaded-adapters", type=count, default=0, metavar="N", help=about)

@@ -107,7 +107,7 @@ def _add_mesh(parser: CommandParser) -> None:
     group = parser.add_argument_group("mesh")
     group.add_argument("--prefill", type=whole, metavar="N", help="prefill workers (1)")
     group.add_argument("--decode", type=count, metavar="N", help="decode workers (1)")
-    group.add_argument("--sweep", type=count, metavar="N", help="N workers, divided between the roles in each way")
+    group.add_argument("--sweep", type=count, metavar="N", help="N workers, divided between the roles in every way")
     for field in fields(RouterSettings):
         if field.name in _ROUTER_SETTINGS:
             parser.add_setting(field, group=group)
@@ -121,7 +121,7 @@ def _add_mesh(parser: CommandParser) -> None:
     rule.add_argument("--min-workers", type=count, metavar="N", help=about)
     about = f"most workers of each role ({_LIMITS.max_workers})"
     rule.add_argument("--max-workers", type=count, default=_LIMITS.max_workers, metavar="N", help=about)
-    about = f"seconds from the wish for a worker until it serves ({_LIMITS.start_s:g})"
+    about = f"seconds from the decision for a worker until it serves ({_LIMITS.start_s:g})"
     rule.add_argument("--worker-start", type=positive, default=_LIMITS.start_s, metavar="S", help=about)
     about = f"seconds that a worker may drain ({_LIMITS.drain_s:g})"
     rule.add_argument("--worker-drain", type=positive, default=_LIMITS.drain_s, metavar="S", help=about)

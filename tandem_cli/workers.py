@@ -219,7 +219,7 @@ def _undrain(args: argparse.Namespace) -> int:
 
 def _add_switch_arguments(parser: CommandParser) -> None:
     parser.add_argument("worker", metavar="WORKER", help="name of a worker, as `tandem workers` shows it")
-    about = "the role to serve in from now on; the role that it has takes a switch back that is under way"
+    about = "the role to serve in from now on; its present role takes back a switch that is under way"
     parser.add_argument("role", choices=("prefill", "decode"), help=about)
     about = "seconds to wait until it serves in this role; 0: do not wait (300)"
     parser.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help=about)

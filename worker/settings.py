@@ -59,8 +59,8 @@ class WorkerSettings(ModelSettings):
     advertise_host: str = setting("", "host name under which others reach this worker; default: host")
     device: str = setting(
         "auto",
-        "cpu, cuda, cuda:N, or auto; of several ranks the first has cuda:N and the next ones the next GPUs, unless all "
-        "are listed, as in cuda:0,cuda:2",
+        "cpu, cuda, cuda:N, or auto; several ranks take the GPUs from cuda:N on, or those of a list, as in "
+        "cuda:0,cuda:2",
     )
     dtype: str = setting(
         "auto",
@@ -96,7 +96,7 @@ class WorkerSettings(ModelSettings):
     )
     pipeline_parallel: str = setting(
         "1",
-        "stages: the layers of the worker's model divided among so many times the ranks; max: one, "
+        "stages: groups of tensor_parallel ranks, each with a part of the model's layers; max: one, "
         "because stages on one machine are no faster than as many ranks",
     )
     rank_memory: str = setting(
@@ -106,14 +106,14 @@ class WorkerSettings(ModelSettings):
     )
     adapter: str = setting(
         "",
-        "LoRA adapters in PEFT's format, as NAME=FOLDER,...; or a folder that has a folder of each; all workers of a "
+        "LoRA adapters in PEFT's format, as NAME=FOLDER,...; or a folder with a folder for each; all workers of a "
         "model need the same",
         env=("LORA_ADAPTERS",),
     )
     max_lora_rank: int = setting(64, "highest rank of an adapter")
     max_loaded_adapters: int = setting(
         0,
-        "adapters in memory at once; others are read when requests need them, in place of one that none uses (0: all)",
+        "adapters in memory at once; others are read when requests need them, in place of an unused one (0: all)",
     )
     rank_listen: str = setting(
         "",
@@ -148,10 +148,10 @@ class WorkerSettings(ModelSettings):
     prefix_caching: bool = setting(True, "keep KV of finished sequences for prompts with the same beginning")
     kv_disk: str = setting(
         "",
-        "folder on a local disk for KV that memory has no room for, found again by prompts with the same beginning; "
+        "folder on a local disk for KV that does not fit in memory, found again by prompts with the same beginning; "
         "all workers of this machine may share it; default: none",
     )
-    kv_disk_gib: float = setting(16.0, "most GiB of kv_disk; what was not used for the longest time goes first")
+    kv_disk_gib: float = setting(16.0, "most GiB of kv_disk; the least recently used KV goes first")
     trust_fabric: bool = setting(
         False, "nobody else can use the network between workers: let gloo and NCCL (KV, ranks) go beyond this machine"
     )

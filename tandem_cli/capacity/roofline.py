@@ -280,7 +280,7 @@ class Device:
         attention = self._rate(precision.attention)
         if attention is None:
             types = ", ".join(self.flops_per_s)
-            raise ConfigurationError(f"no rate for {precision.attention} on {self.name}: choose --dtype of {types}")
+            raise ConfigurationError(f"no rate for {precision.attention} on {self.name}: choose a --dtype of {types}")
         weights = self._rate(precision.weights) or attention
         return DeviceRates(self.memory_bytes, self.bandwidth_bytes_per_s, weights, attention)
 

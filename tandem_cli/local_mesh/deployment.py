@@ -355,14 +355,14 @@ def _model_settings(settings: UpSettings, overrides: Sequence[str]) -> tuple[UpS
 def _count(override: str) -> tuple[str, int | bool]:
     name, _, value = override.partition("=")
     if name not in _COUNTS:
-        raise ConfigurationError(f"--set MODEL/up.{override}: want one of {', '.join(_COUNTS)}")
+        raise ConfigurationError(f"--set MODEL/up.{override}: expected one of {', '.join(_COUNTS)}")
     if name == "colocated":
         try:
             return name, flag(value or "true")
         except ConfigurationError as error:
             raise ConfigurationError(f"--set MODEL/up.{override}: {error}") from None
     if not value.isdecimal():
-        raise ConfigurationError(f"--set MODEL/up.{override}: want a number")
+        raise ConfigurationError(f"--set MODEL/up.{override}: expected a number")
     return name, int(value)
 
 

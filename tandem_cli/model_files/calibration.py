@@ -44,7 +44,7 @@ def read_prompts(
             raise ConfigurationError(f"{path}, prompt {number}: {error}") from error
     if len(prompts) < 2:
         raise ConfigurationError(
-            f"{path} has one prompt (or --max-prompts allows one): two are needed, one of which is held out to judge by"
+            f"{path} has one prompt (or --max-prompts allows one): two are needed, as one is held out for the report"
         )
     cut = [prompt[:max_tokens] for prompt in prompts]
     chosen = set(range(_HELD_OUT - 1, len(cut), _HELD_OUT)) or {len(cut) - 1}

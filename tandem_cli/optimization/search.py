@@ -101,7 +101,7 @@ class State:
             state._take(parse_json(read_bytes(path)), candidates)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ConfigurationError(
-                f"{path} is damaged, so that its run cannot go on: choose another folder for --out, or remove "
+                f"{path} is damaged, so its run cannot continue: choose another folder for --out, or remove "
                 f"{path.parent}"
             ) from error
         return state

@@ -290,7 +290,7 @@ def test_devices_know_what_they_multiply_with() -> None:
         assert device.source
         assert device.rates(Precision("float16", "float16")).flops_per_s < 3e15
         assert 1e11 < device.bandwidth_bytes_per_s < 1e13
-    with pytest.raises(ConfigurationError, match="choose --dtype of float32, float16"):
+    with pytest.raises(ConfigurationError, match="choose a --dtype of float32, float16"):
         find_device("t4").rates(HALF)
     with pytest.raises(ConfigurationError, match="did you mean a100-80gb or a100-80gb-pcie"):
         find_device("A100")

@@ -186,7 +186,7 @@ def test_models_that_share_cores_lend_none() -> None:
         ({"model": "a=x,b=y", "name": "c"}, [], "--name works with one model only"),
         ({"model": "a=x,b=y"}, ["c/decode.device=cpu"], "no model has this name; there are a, b"),
         ({"model": "a=x,b=y"}, ["a/router.grace-s=1"], "the router serves all models"),
-        ({"model": "a=x,b=y"}, ["a/up.host=1"], "want one of prefill, decode, colocated"),
+        ({"model": "a=x,b=y"}, ["a/up.host=1"], "expected one of prefill, decode, colocated"),
         ({"model": "a=x,b=y"}, ["a/up.decode=0"], "decode must be >= 1"),
         ({"model": "a=x,b=y"}, ["a/up.colocated=yess"], "up.colocated=yess: expected true or false"),
     ],

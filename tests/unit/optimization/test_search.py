@@ -348,7 +348,7 @@ def test_a_damaged_file_is_named_with_what_to_do(state: State) -> None:
         state.path.write_bytes(content.encode("latin-1"))
         with pytest.raises(ConfigurationError) as refusal:
             State.open(state.path, ABOUT, CANDIDATES)
-        said = f"{state.path} is damaged, so that its run cannot go on: choose another folder for --out, or remove"
+        said = f"{state.path} is damaged, so its run cannot continue: choose another folder for --out, or remove"
         assert str(refusal.value) == f"{said} {state.path.parent}", content
 
 

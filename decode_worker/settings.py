@@ -32,7 +32,7 @@ class DecodeSettings(WorkerSettings):
     max_step_stretch: float = setting(
         2.0,
         "about how many times as long a step may take because of prompts that are prefilled here (at least 1.1), "
-        "estimated from past steps; 8 prompt tokens always go; while sequences from prefill workers run; "
+        "estimated from past steps; 8 prompt tokens always go; holds while sequences from prefill workers run; "
         "0: no such limit, only max_step_tokens",
     )
     cuda_graphs: str = setting(

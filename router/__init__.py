@@ -3,9 +3,9 @@
 The way of one request, in fourteen files. Down:
 
     api/generation_servicer.py    translate from gRPC, find the tenant
-    model_directory.py            find the model by its name, or by one that stands for several (traffic.py)
+    service_directory.py          find the model's service by name, or by one that stands for several (traffic.py)
     service.py                    one model's requests: check parameters (validation.py), take permits, make text and
-                                  tokens of the prompt (text/model_text.py), start a task for each choice
+                                  tokens of the prompt (text/input_processor.py), start a task for each choice
     dispatch.py                   one choice: queue, attempt, and after a failure replay
     admission/queue.py            wait in order until admission/placement.py finds workers
     attempt.py                    one attempt: the stream from the decode worker (workers/decode_link.py), the call to

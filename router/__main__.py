@@ -23,10 +23,10 @@ from router.garbage import collecting_rarely
 from router.history import History, Reading, take_reading
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.model_directory import ModelDirectory
 from router.model_router import ModelRouter
 from router.readiness import SERVICES, Readiness
 from router.role_switching import RoleSwitcher, SwitchLimits
+from router.service_directory import ServiceDirectory
 from router.settings import RouterSettings
 from router.tenants import NoKeys
 from router.traffic import Traffic, parse_traffic
@@ -93,7 +93,7 @@ class RouterProcess:
             for model_settings in settings.each_model()
         ]
 
-        self._directory = ModelDirectory([each.service for each in self.model_routers], self.journal, self.traffic)
+        self._directory = ServiceDirectory([each.service for each in self.model_routers], self.journal, self.traffic)
         self._readiness = Readiness(
             self.public,
             [model_router.mesh for model_router in self.model_routers],

@@ -20,7 +20,7 @@ from mesh.domain.errors import SlowReader
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
 from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken, unless_same
-from router.text.model_text import PromptEncoder
+from router.text.input_processor import PromptEncoder
 from router.text.tokenizer import TextToken
 from router.validation import ValidRequest
 

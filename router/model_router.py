@@ -1,4 +1,4 @@
-"""The models of a router: per model its limiter, queue, in-flight table, worker health and canaries.
+"""Puts the parts of one model together: limiter, queue, in-flight table, worker health and canaries.
 
 Models share the registry, the connections to workers, the journal and the public port, and nothing else: a model that
 is full, or whose workers are gone, does not affect the others.
@@ -20,9 +20,9 @@ from router.advice import DEFAULT_TTFT_TARGET_S, Adviser, RoleLoad, Sample
 from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.served_model import ServedModel
-from router.service import ModelService
+from router.service import GenerationService
 from router.settings import RouterSettings
-from router.text.model_text import ModelText
+from router.text.input_processor import InputProcessor
 from router.workers.canary import CanaryRunner
 from router.workers.decode_link import Links
 from router.workers.health import WorkerHealth
@@ -96,7 +96,9 @@ class ModelRouter:
             timeout_s=settings.canary_timeout_s,
             on_change=on_change,
         )
-        self._text = ModelText(self.model, Path(settings.model), disable_grammars=settings.disable_grammar_support)
+        self._inputs = InputProcessor(
+            self.model, Path(settings.model), disable_grammars=settings.disable_grammar_support
+        )
         dispatcher = Dispatcher(
             self.model,
             settings,
@@ -107,8 +109,8 @@ class ModelRouter:
             journal=journal,
             on_trip=on_change,
         )
-        self.service = ModelService(
-            self._text,
+        self.service = GenerationService(
+            self._inputs,
             settings,
             limiter=limiter,
             forecast=forecast,
@@ -125,7 +127,7 @@ class ModelRouter:
 
     async def start(self) -> None:
         """Raises ConfigurationError if the chat template cannot be compiled."""
-        await self._text.start()
+        await self._inputs.start()
 
     async def run(self) -> None:
         """Send canaries to the workers, and form advice, until cancelled."""
@@ -151,7 +153,7 @@ class ModelRouter:
     def close(self) -> None:
         """Stop timers, threads and the template process."""
         self.queue.close()
-        self._text.close()
+        self._inputs.close()
 
 
 def _sample(at_s: float, router: ModelRouter) -> Sample:

@@ -1,5 +1,5 @@
 """A model that the router serves: its name, facts, tokenizer and chat template, and its limits. The work with its texts
-is that of text/model_text.py.
+is that of text/input_processor.py.
 """
 
 import json
@@ -31,7 +31,7 @@ _ADDED_TOKEN = frozenset({"__type", "content", "lstrip", "normalized", "rstrip",
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Immutable; shared by all requests."""
+    """What the router knows of a model from its files. Immutable; shared by all requests."""
 
     name: str
     facts: ModelFacts
@@ -134,8 +134,8 @@ class LimitPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """A served model and its current limits. `ready`: there are workers to serve it. `since_unix_s`: when this router
+class ModelStatus:
+    """A served model as it can be used now. `ready`: there are workers to serve it. `since_unix_s`: when this router
     began to serve it.
     """
 

@@ -9,8 +9,6 @@ Life of a Generate call:
 
 A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
 has its own threads and its own cap. Tokenize and Generate share the template process, one rendering at a time.
-
-The service of a request is found in ModelDirectory, by the name of its model (model_directory.py).
 """
 
 import asyncio
@@ -30,11 +28,11 @@ from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, 
 from router.choice import Choice, Siblings
 from router.dispatch import Dispatcher
 from router.journal import ChoiceSpan, Journal
-from router.served_model import LimitPolicy, ModelInfo
+from router.served_model import LimitPolicy, ModelStatus
 from router.settings import RouterSettings
 from router.tenants import ANONYMOUS, Tenant
 from router.text.chat import Prompt, TextPrompt
-from router.text.model_text import EncodedPrompt, ModelText
+from router.text.input_processor import EncodedPrompt, InputProcessor
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
 from router.validation import (
@@ -59,7 +57,7 @@ _MAX_TOKENIZING = 16
 _STOPPING = "this router is stopping; try again"
 
 
-class ModelService:
+class GenerationService:
     """Serves the calls of one model. Raises ConfigurationError if the settings' limits do not fit the model.
 
     `on_gap` is called with the seconds between two tokens of a choice.
@@ -67,7 +65,7 @@ class ModelService:
 
     def __init__(
         self,
-        text: ModelText,
+        inputs: InputProcessor,
         settings: RouterSettings,
         *,
         limiter: ConcurrencyLimiter,
@@ -77,10 +75,10 @@ class ModelService:
         journal: Journal,
         on_gap: Callable[[float], None] | None = None,
     ) -> None:
-        self.model = text.model
+        self.model = inputs.model
         self._since_unix_s = int(time.time())
-        self._text = text
-        self._limit_policy = LimitPolicy(settings, text.model.facts)
+        self._inputs = inputs
+        self._limit_policy = LimitPolicy(settings, inputs.model.facts)
         self._slow_reader_s = settings.slow_reader_s
         self._ttft_target_s = settings.ttft_target_s
         self._limiter = limiter
@@ -122,12 +120,12 @@ class ModelService:
         adapter = self._mesh.adapter_digest(params.adapter)
         permits = await self._admit(params, cap)
         try:
-            await self._text.grammars.check(params.sampling.structure, params.tenant.name)
+            await self._inputs.grammars.check(params.sampling.structure, params.tenant.name)
             prompt = await self._encode(params)
             valid = self._validate(params, prompt, queue_entry, adapter)
             echo = ""
             if params.echo:
-                echo = await self._text.encoder.decode(prompt.ids) if prompt.text is None else prompt.text
+                echo = await self._inputs.encoder.decode(prompt.ids) if prompt.text is None else prompt.text
             if self._is_grace_over:
                 raise RouterStopping(_STOPPING)
             return self._start(valid, permits, timeline, echo)
@@ -140,7 +138,7 @@ class ModelService:
         """Encode the prompt. With truncation no text is too long; the encoder still bounds how much text may wait."""
         truncate = params.sampling.truncate_prompt_tokens
         max_tokens = self._limits().max_input_tokens if truncate is None else None
-        prompt = await self._text.encoder.encode(
+        prompt = await self._inputs.encoder.encode(
             require_prompt(params.prompt), tenant=params.tenant.name, max_tokens=max_tokens
         )
         return prompt.last(truncate)
@@ -155,7 +153,7 @@ class ModelService:
         """
         if self._num_tokenizing >= _MAX_TOKENIZING:
             raise Overloaded(f"{self._num_tokenizing} prompts are being tokenised; try again later")
-        encoder = self._text.tokenize_encoder
+        encoder = self._inputs.tokenize_encoder
         self._num_tokenizing += 1
         try:
             limits = self._limits()
@@ -168,9 +166,9 @@ class ModelService:
         finally:
             self._num_tokenizing -= 1
 
-    def describe(self) -> ModelInfo:
+    def status(self) -> ModelStatus:
         """Return the model with the limits that hold now."""
-        return ModelInfo(
+        return ModelStatus(
             self.model,
             self._limits(),
             self._mesh.has_path,
@@ -236,7 +234,7 @@ class ModelService:
             num_prompt_tokens=len(prompt.ids),
             vocab_size=self.model.facts.vocab_size,
             limits=limits,
-            spellings=self._text.encoder.spellings(params.sampling.bad_words),
+            spellings=self._inputs.encoder.spellings(params.sampling.bad_words),
         )
         valid = ValidRequest(
             request_id=mint_id(),
@@ -268,7 +266,7 @@ class ModelService:
         )
         self._streams.add(stream)
         stream.ended.add_done_callback(lambda _: self._stream_ended(stream))
-        return Answer(stream, valid, first_choice=choices[0], encoder=self._text.encoder, echo=echo)
+        return Answer(stream, valid, first_choice=choices[0], encoder=self._inputs.encoder, echo=echo)
 
     async def _run(self, choice: Choice, valid: ValidRequest, timeline: Timeline) -> None:
         """Run one choice and write its access log line. All log lines of the task carry the choice's request id."""

@@ -18,8 +18,8 @@ from mesh.tracing import HEADERS
 from mesh.wire import require_at_most
 from router.answer_stream import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
-from router.model_directory import ModelDirectory
-from router.served_model import ModelInfo
+from router.served_model import ModelStatus
+from router.service_directory import ServiceDirectory
 from router.tenants import CallerDirectory, Priority, Tenant
 from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
 from router.timeline import AttemptTiming, Timing
@@ -41,7 +41,7 @@ _MAX_CONVERTED = 1024
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """The clients' API of all models."""
 
-    def __init__(self, models: ModelDirectory, callers: CallerDirectory) -> None:
+    def __init__(self, models: ServiceDirectory, callers: CallerDirectory) -> None:
         self._models = models
         self._callers = callers
 
@@ -90,12 +90,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GetModelResponse:
-        return generation_pb2.GetModelResponse(model=_model_to_proto(self._models.describe(request.model)))
+        return generation_pb2.GetModelResponse(model=_model_to_proto(self._models.status(request.model)))
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListModelsResponse:
-        return generation_pb2.ListModelsResponse(models=map(_model_to_proto, self._models.describe_all()))
+        return generation_pb2.ListModelsResponse(models=map(_model_to_proto, self._models.all_statuses()))
 
 
 def _trace_headers(metadata: Metadata | None) -> dict[str, str]:
@@ -217,22 +217,22 @@ def _usage_to_proto(usage: Usage) -> generation_pb2.Usage:
     )
 
 
-def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:
-    model = info.model
+def _model_to_proto(status: ModelStatus) -> generation_pb2.Model:
+    model = status.model
     return generation_pb2.Model(
         name=model.name,
-        max_input_tokens=info.limits.max_input_tokens,
-        max_total_tokens=info.limits.max_total_tokens,
+        max_input_tokens=status.limits.max_input_tokens,
+        max_total_tokens=status.limits.max_total_tokens,
         vocab_size=model.facts.vocab_size,
         eos_token_ids=sorted(model.facts.eos_token_ids),
         has_chat_template=model.chat_template is not None,
         tool_call_format=model.chat_template.tool_call_format if model.chat_template is not None else "",
         has_reasoning=model.chat_template is not None and model.chat_template.has_reasoning,
-        ready=info.ready,
+        ready=status.ready,
         is_encoder_decoder=bool(model.decoder_prompt),
-        max_concurrent_requests=info.max_concurrent_requests,
-        serving_since_unix_s=info.since_unix_s,
-        adapters=info.adapters,
+        max_concurrent_requests=status.max_concurrent_requests,
+        serving_since_unix_s=status.since_unix_s,
+        adapters=status.adapters,
         sampling_defaults=generation_pb2.SamplingDefaults(**model.sampling_defaults),
         stop_strings=model.stop_strings,
     )

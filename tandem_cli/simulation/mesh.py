@@ -1,6 +1,6 @@
 """The simulated mesh: one router, all of whose code for a model is the real one, and modelled workers.
 
-Two things of the router are not there: its ports, and the connections to workers. Requests go to its ModelService,
+Two things of the router are not there: its ports, and the connections to workers. Requests go to its GenerationService,
 and `ModelledLinks` and `ModelledPrefills` are in place of DecodeLinks and PrefillClient. Workers join its Membership
 without heartbeats, which would cost most of the time: without them the router counts the blocks that it has given out,
 which is what heartbeats would tell. Canaries prove each worker before it gets requests.

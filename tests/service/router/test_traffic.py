@@ -97,7 +97,9 @@ async def test_prompts_are_not_hashed_where_no_name_stands_for_several_models(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[object] = []
-    monkeypatch.setattr("router.model_directory.conversation_key", lambda prompt, tenant: hashed.append(prompt) or b"")
+    monkeypatch.setattr(
+        "router.service_directory.conversation_key", lambda prompt, tenant: hashed.append(prompt) or b""
+    )
     async with mesh_of(model_dir, traffic="chat=v1:1") as mesh:
         await add(mesh, "v1")
         await answering(mesh, 1, model="v1")

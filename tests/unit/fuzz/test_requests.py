@@ -20,12 +20,12 @@ from router.admission.forecast import Forecast
 from router.admission.limiter import LocalLimiter
 from router.api.generation_servicer import GenerationServicer
 from router.journal import Journal
-from router.model_directory import ModelDirectory
 from router.served_model import ServedModel
-from router.service import ModelService
+from router.service import GenerationService
+from router.service_directory import ServiceDirectory
 from router.settings import RouterSettings
 from router.tenants import NoKeys
-from router.text.model_text import ModelText
+from router.text.input_processor import InputProcessor
 from tandem.v1 import generation_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.router_model import write_checkpoint
@@ -114,17 +114,17 @@ class Context:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelText]:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InputProcessor]:
     folder: Path = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-    model_text = ModelText(ServedModel.load("tiny", folder), folder)
-    yield model_text
-    model_text.close()
+    processor = InputProcessor(ServedModel.load("tiny", folder), folder)
+    yield processor
+    processor.close()
 
 
-def servicer_of(text: ModelText, limiter: LocalLimiter) -> GenerationServicer:
+def servicer_of(inputs: InputProcessor, limiter: LocalLimiter) -> GenerationServicer:
     journal = Journal(time.monotonic)
-    service = ModelService(
-        text,
+    service = GenerationService(
+        inputs,
         RouterSettings(model="tiny"),
         limiter=limiter,
         forecast=Forecast(time.monotonic),
@@ -132,10 +132,10 @@ def servicer_of(text: ModelText, limiter: LocalLimiter) -> GenerationServicer:
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
         journal=journal,
     )
-    return GenerationServicer(ModelDirectory([service], journal, no_traffic()), NoKeys())
+    return GenerationServicer(ServiceDirectory([service], journal, no_traffic()), NoKeys())
 
 
-def test_generate(text: ModelText) -> None:
+def test_generate(inputs: InputProcessor) -> None:
     async def call(servicer: GenerationServicer, request: generation_pb2.GenerateRequest) -> None:
         async for _ in servicer.Generate(request, Context()):  # type: ignore[arg-type]
             pass
@@ -145,7 +145,7 @@ def test_generate(text: ModelText) -> None:
     def check(raw: bytes) -> None:
         with contextlib.suppress(DecodeError, MeshError):
             request = generation_pb2.GenerateRequest.FromString(raw)
-            runner.run(call(servicer_of(text, limiter), request))
+            runner.run(call(servicer_of(inputs, limiter), request))
         assert limiter.num_held == 0
 
     limiter = LocalLimiter(8)
@@ -153,13 +153,13 @@ def test_generate(text: ModelText) -> None:
         check()
 
 
-def test_tokenize(text: ModelText) -> None:
+def test_tokenize(inputs: InputProcessor) -> None:
     @fuzzed
     @given(near(GENERATES))
     def check(raw: bytes) -> None:
         with contextlib.suppress(DecodeError, MeshError):
             request = generation_pb2.TokenizeRequest.FromString(raw)
-            runner.run(servicer_of(text, LocalLimiter(8)).Tokenize(request, Context()))  # type: ignore[arg-type]
+            runner.run(servicer_of(inputs, LocalLimiter(8)).Tokenize(request, Context()))  # type: ignore[arg-type]
 
     with asyncio.Runner() as runner:
         check()

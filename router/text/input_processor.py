@@ -1,9 +1,8 @@
-"""The text work of a model that the router serves: its prompts become tokens, and bad structures are refused.
+"""Prompts of one model become tokens, and bad structures are refused.
 
     chat ─▶ template process ─▶ text ─▶ does it fit? ─▶ a thread for short or for long texts ─▶ token ids
 
-ModelText owns the threads and the template's process. Tenants take turns at each thread (FairTurns), and short texts
-never wait for long ones.
+Tenants take turns at each thread (FairTurns), and short texts never wait for long ones.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ _LONG_CHARS = 64 << 10
 _LONG_TOKENS = 16 << 10
 
 
-class ModelText:
+class InputProcessor:
     """Owns the threads and the template process. Call `start` once, and `close` at the end.
 
     Tokenize calls have an encoder of their own, so that they and generation do not wait for each other's tokenizer

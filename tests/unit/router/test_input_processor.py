@@ -19,7 +19,7 @@ from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import Structure, StructureKind
 from router.served_model import ServedModel
 from router.text.chat import TextPrompt
-from router.text.model_text import EncodedPrompt, Grammars, PromptEncoder
+from router.text.input_processor import EncodedPrompt, Grammars, PromptEncoder
 from router.text.tokenizer import Tokenizer, max_token_chars
 from tests.defects import Repaired
 from tests.fakes.router_model import BOS, BOS_ID, EOS, EOS_ID, byte_level_tokenizer, write_checkpoint

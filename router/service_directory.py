@@ -1,4 +1,5 @@
-"""The models of a router by name: also by a name that stands for several of them, or that of an adapter."""
+"""The generation services of a router by the names of their models: also by a name that stands for several, or that of
+an adapter."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,8 +8,8 @@ from dataclasses import replace
 from mesh.domain.errors import InvalidRequest, ModelNotFound
 from router.answer_stream import Answer
 from router.journal import Journal
-from router.served_model import ModelInfo
-from router.service import ModelService
+from router.served_model import ModelStatus
+from router.service import GenerationService
 from router.traffic import Traffic, conversation_key
 from router.validation import GenerateParams
 from router.workers.mesh_view import shown
@@ -16,16 +17,16 @@ from router.workers.mesh_view import shown
 _MAX_SHOWN_CHARS = 128
 
 
-class ModelDirectory:
+class ServiceDirectory:
     """All models of a router, by name. A request without a name means the only model."""
 
-    def __init__(self, services: Sequence[ModelService], journal: Journal, traffic: Traffic) -> None:
+    def __init__(self, services: Sequence[GenerationService], journal: Journal, traffic: Traffic) -> None:
         self._by_name = {service.model.name: service for service in services}
         self.counting_refusals = journal.counting_refusals
         self._traffic = traffic
 
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
-        """Start generating with the request's model. Raises the errors of `find` and ModelService.generate."""
+        """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
         name = self._public_name(params.model)
         params = self._with_revision(params, name)
         service = self.find(params.model)
@@ -50,14 +51,14 @@ class ModelDirectory:
         """The names that stand for several models."""
         return [name for name in self._traffic.public_names() if name not in self._by_name]
 
-    def describe(self, name: str) -> ModelInfo:
-        """A model with the limits that hold now. A name that stands for several is described by that with the largest
-        share. Raises the errors of `find`.
+    def status(self, name: str) -> ModelStatus:
+        """Return the model with its present limits; for a name that stands for several, the one with the largest share.
+        Raises the errors of `find`.
         """
         name = self._public_name(name)
-        revisions = [self._by_name[model].describe() for model in self._traffic.revisions(name)]
+        revisions = [self._by_name[model].status() for model in self._traffic.revisions(name)]
         if not revisions:
-            return self.find(name).describe()
+            return self.find(name).status()
         return replace(
             revisions[0],
             model=replace(revisions[0].model, name=name),
@@ -66,11 +67,11 @@ class ModelDirectory:
             since_unix_s=min(revision.since_unix_s for revision in revisions),
         )
 
-    def describe_all(self) -> list[ModelInfo]:
+    def all_statuses(self) -> list[ModelStatus]:
         """All models, in the order of the settings, after the names that stand for several of them."""
-        return [self.describe(name) for name in (*self._shared_names(), *self._by_name)]
+        return [self.status(name) for name in (*self._shared_names(), *self._by_name)]
 
-    def find(self, name: str) -> ModelService:
+    def find(self, name: str) -> GenerationService:
         """The service of a model, also by the name of one of its adapters, or by one that stands for several models.
         Raises ModelNotFound; InvalidRequest if the name is empty and there are several models, or if several models
         have such an adapter.
@@ -79,7 +80,7 @@ class ModelDirectory:
         for known in (name, *self._traffic.revisions(name)):
             if known in self._by_name:
                 return self._by_name[known]
-        adapters = [(adapter, service) for service in self.all() for adapter in service.describe().adapters]
+        adapters = [(adapter, service) for service in self.all() for adapter in service.status().adapters]
         with_it = [service for adapter, service in adapters if adapter == name]
         if len(with_it) > 1:
             models = ", ".join(service.model.name for service in with_it)
@@ -93,12 +94,12 @@ class ModelDirectory:
             raise InvalidRequest(f"model: name one of those served here: {served}")
         return next(iter(self._by_name.values()))
 
-    def all(self) -> list[ModelService]:
+    def all(self) -> list[GenerationService]:
         """All services, in the order of the settings."""
         return list(self._by_name.values())
 
     async def drain(self, grace_s: float) -> None:
-        """Drain all models at the same time; see ModelService.drain."""
+        """Drain all models at the same time; see GenerationService.drain."""
         await asyncio.gather(*(service.drain(grace_s) for service in self.all()))
 
 

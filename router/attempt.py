@@ -3,7 +3,7 @@
 start on decode ─▶ reserved ─▶ prefill call ─▶ first token ─▶ transfer finished
                                                    └────▶ tokens from decode ─▶ finished
 fork: started together with another attempt, whose prompt it shares ─▶ tokens from decode ─▶ finished
-a failure ─▶ Replayable; in every case both workers are told to abort, and the reservation is released
+a failure ─▶ Replayable; in every case both workers are told to abort, and the claim is released
 
 The decode worker is reached over its link (workers/decode_link.py), the prefill worker by a call that lasts while it
 computes the prompt and sends its KV (workers/prefill_client.py).
@@ -27,7 +27,7 @@ from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted
 from mesh.domain.request import SequenceSpec, mint_id
 from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import WorkerInfo
-from router.admission.in_flight import CapacityReservation
+from router.admission.in_flight import CapacityClaim
 from router.choice import Choice
 from router.timeline import Timeline
 from router.workers.decode_link import Link
@@ -48,14 +48,14 @@ class AttemptTimeouts:
 class Attempt:
     """One attempt at a choice, and the SequenceListener of its decode link. Call `run` once, or `close`.
 
-    The attempt owns the reservation. `forks` are attempts that start together with this one and share its prompt.
+    The attempt owns the claim. `forks` are attempts that start together with this one and share its prompt.
     """
 
     def __init__(
         self,
         choice: Choice,
         spec: SequenceSpec,
-        reservation: CapacityReservation,
+        claim: CapacityClaim,
         *,
         link: Link,
         prefill_client: PrefillCaller,
@@ -65,11 +65,11 @@ class Attempt:
     ) -> None:
         self.blamed: WorkerInfo | None = None
         """The worker that made the attempt fail."""
-        self.placement = reservation.placement
-        self.started_s = reservation.started_s
+        self.placement = claim.placement
+        self.started_s = claim.started_s
         self._choice = choice
         self._spec = spec
-        self._reservation = reservation
+        self._claim = claim
         self._link = link
         self._timeline = timeline
         self._forks = forks
@@ -83,7 +83,7 @@ class Attempt:
         self._last_event_s = self._clock()
         self._reserved: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-        reservation.on_abandoned = self._on_abandoned
+        claim.on_abandoned = self._on_abandoned
 
     async def run(self) -> None:
         """Return when the choice is finished, or raise why it cannot be.
@@ -91,7 +91,7 @@ class Attempt:
         Cleans up in every case, also when cancelled.
         """
         try:
-            if not self._reservation.is_fork:
+            if not self._claim.is_fork:
                 await self._start()
             await self._wait_ended()
             if self._forks and self._prefill_call is not None:  # forks need its KV, even after one token
@@ -113,7 +113,7 @@ class Attempt:
             self._prefill_call.add_done_callback(self._prefill_ended)
 
     def on_reserved(self, ready_tokens: int) -> None:
-        self._reservation.confirm()
+        self._claim.confirm()
         # Behind KV without a recurrent state the prompt is computed nonetheless: the prefill worker counts what it had.
         if self._spec.attempt == 0 and not self.placement.decode.layout.state_blocks:
             self._choice.note_cached(min(ready_tokens, self._spec.num_prompt_tokens))
@@ -124,7 +124,7 @@ class Attempt:
         if not self._is_decoding:
             self._is_decoding = True
             self._timeline.mark("decode_started")
-            self._reservation.confirm()
+            self._claim.confirm()
         self._accept(output)
 
     def on_failed(self, error: MeshError) -> None:
@@ -145,10 +145,10 @@ class Attempt:
         except Exception as error:  # must end this request only, not the link that carries all of them
             self._end(error, None)
             return
-        self._reservation.grow(self._choice.num_tokens)
+        self._claim.grow(self._choice.num_tokens)
         if self._choice.token_ids:
             self._timeline.tokens_received(self._last_event_s)
-            self._reservation.first_token()
+            self._claim.first_token()
         if self._choice.finish_reason is not None:
             self._timeline.end_attempt()
             self._choice.timing = self._timeline.timing()
@@ -205,25 +205,25 @@ class Attempt:
             if event.tokens:  # events without tokens carry log-probs of the prompt
                 self._has_first_token = True
                 self._timeline.mark("prefill_finished")
-                self._reservation.prefill_computed()
+                self._claim.prefill_computed()
             self._accept(event)
         elif isinstance(event, PrefillStarted):
             self._timeline.mark("prefill_started", ago_s=event.elapsed_s)
             self._timeline.mark("transfer_started")  # KV is sent while the prompt is computed
-            self._reservation.transfer_started()
+            self._claim.transfer_started()
         else:
             self._is_transferred = True
             self._timeline.mark("transfer_finished")
             self._timeline.note_kv_transfer(event.duration_s)
             self._last_event_s = self._clock()
-            self._reservation.transfer_finished(event.num_bytes)
+            self._claim.transfer_finished(event.num_bytes)
 
     def _prefill_ended(self, task: "asyncio.Task[None]") -> None:
         """A prefill that fails after the decode worker has all KV does no harm."""
         if task.cancelled():
             return
         error = task.exception()
-        self._reservation.prefill_released()
+        self._claim.prefill_released()
         if self._has_first_token and (error is None or self._is_transferred or self._is_decoding):
             return
         if not isinstance(error, Exception):
@@ -231,12 +231,12 @@ class Attempt:
         self._end(error, self.placement.decode if isinstance(error, ReceiverLost) else self.placement.prefill)
 
     def close(self) -> None:
-        """Abort on both workers and release the reservation.
+        """Abort on both workers and release the claim.
 
         `run` calls this; callers only need it if `run` never ran.
         """
         self._link.abort(self._spec.key)
         if self._prefill_call is not None:
             self._prefill_call.cancel()
-        self._reservation.release()
+        self._claim.release()
         self._end(None, None)

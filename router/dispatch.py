@@ -5,7 +5,7 @@ queued ─▶ placed (queue, placement) ─▶ attempt 0 ─▶ finished
              └ backoff ◀─ FailureHistory ◀┘           next attempt: prompt + tokens so far, same seed, before others
                 (and budget)                          the failure counts against the workers that may have caused it
 deadline passed ─▶ DeadlineExceeded       too many failures without a token ─▶ AttemptsFailed or Overloaded
-cancelled ─▶ the attempt aborts on both workers and releases its reservation
+cancelled ─▶ the attempt aborts on both workers and releases its claim
 
 FailureHistory decides how often to replay, how soon, and on which workers not. Consecutive attempts without a new token
 are counted. So are workers lost under the request, because a request that crashes workers must not be retried forever.
@@ -35,7 +35,7 @@ from mesh.domain.errors import (
 from mesh.domain.request import Fork, SequenceSpec
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.tasks import backoff_s
-from router.admission.in_flight import CapacityReservation
+from router.admission.in_flight import CapacityClaim
 from router.admission.placement import Placement, PlacementQuery
 from router.admission.prefix_chain import PrefixChain
 from router.admission.queue import PlacementQueue
@@ -266,24 +266,24 @@ class Dispatcher:
         elif siblings is not None:
             await siblings.wait_for_all()
         query = self._query(choice, spec, failures)
-        reservation = await self._queue.place(query, choice.queue_entry, is_replay=failures.attempt > 0)
-        _note_placed(timeline, reservation.placement)
-        self._homes.note(spec, reservation.placement.decode.incarnation)
-        link = self._links.find(reservation.placement.decode)
+        claim = await self._queue.place(query, choice.queue_entry, is_replay=failures.attempt > 0)
+        _note_placed(timeline, claim.placement)
+        self._homes.note(spec, claim.placement.decode.incarnation)
+        link = self._links.find(claim.placement.decode)
         if link is None:
-            reservation.release()
+            claim.release()
             raise WorkerLost("the decode worker has just been lost")
         if deadline_s is not None:
             spec = replace(spec, time_left_s=max(0.0, deadline_s - asyncio.get_running_loop().time()))
         forks: list[Attempt] = []
         if siblings is not None and choice.index == 0:
             waiting = siblings.take_forks()
-            forks = [self._fork(fork, reservation, link) for fork in waiting]
+            forks = [self._fork(fork, claim, link) for fork in waiting]
             spec = replace(spec, forks=tuple(_fork_of(fork.spec) for fork in waiting))
         return Attempt(
             choice,
             spec,
-            reservation,
+            claim,
             link=link,
             prefill_client=self._prefill_client,
             timeline=timeline,
@@ -291,14 +291,14 @@ class Dispatcher:
             forks=forks,
         )
 
-    def _fork(self, fork: WaitingFork, reservation: CapacityReservation, link: Link) -> Attempt:
-        """Give a sibling an attempt that forks from the one with this reservation."""
-        _note_placed(fork.timeline, reservation.placement)
+    def _fork(self, fork: WaitingFork, claim: CapacityClaim, link: Link) -> Attempt:
+        """Give a sibling an attempt that forks from the one with this claim."""
+        _note_placed(fork.timeline, claim.placement)
         fork.timeline.mark("prefill_started")
         attempt = Attempt(
             fork.choice,
             fork.spec,
-            reservation.fork(),
+            claim.fork(),
             link=link,
             prefill_client=self._prefill_client,
             timeline=fork.timeline,

@@ -5,7 +5,7 @@ Life of a Generate call:
     check parameters, priority ─▶ permits (or Overloaded, at once) ─▶ structure, template, tokens, limits
         ─▶ one Dispatcher.run per choice
         ─▶ deltas, merged: the first carries PromptInfo, a choice's last its finish reason and usage
-        ─▶ finished, failed or cancelled: attempts aborted, reservations and permits released
+        ─▶ finished, failed or cancelled: attempts aborted, claims on workers and permits released
 
 A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
 has its own threads and its own cap. Tokenize and Generate share the template process, one rendering at a time.

@@ -1,6 +1,6 @@
 """Work that this router has in flight at each worker. Placement counts it without waiting for the next heartbeat.
 
-The sums of a worker change with each of its reservations, so that placement need not add them up.
+The sums of a worker change with each of its claims, so that placement need not add them up.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from router.admission.placement import Placement, longest_short
 from router.admission.roster import InFlight
 from router.workers.membership import WorkerView
 
-# A heartbeat that arrives this soon after a reservation may have been written before it.
+# A heartbeat that arrives this soon after a claim may have been written before it.
 _REPORT_DELAY_S = 0.1
 
 
@@ -24,8 +24,8 @@ class Transfers:
     num_bytes: int
 
 
-class CapacityReservation:
-    """One attempt's share of its workers. The holder must release it; a second release does nothing."""
+class CapacityClaim:
+    """One attempt's part of the capacity of its workers. The holder must release it; a second release does nothing."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class CapacityReservation:
         self.is_reported = False
         """True if the decode worker's last report includes the blocks."""
         self.shares: dict[str, InFlight] = {}
-        """The part of its workers' sums that is this reservation, by incarnation."""
+        """The part of its workers' sums that is this claim, by incarnation."""
         self.num_shared_tokens = 0
-        """Leading tokens whose blocks the first choice's reservation counts; after its end, that of the first fork."""
+        """Leading tokens whose blocks the first choice's claim counts; after its end, that of the first fork."""
         self.is_fork = False
         """True if another attempt's start message also starts this one."""
-        self.forks: list[CapacityReservation] = []
-        """The other reservations with these leading tokens: this one counts the blocks for all."""
+        self.forks: list[CapacityClaim] = []
+        """The other claims with these leading tokens: this one counts the blocks for all."""
         self.holds_prefill = placement.prefill is not None
         self.is_transferring = False
         """KV is on its way, perhaps while the prompt is still computed."""
@@ -105,13 +105,13 @@ class CapacityReservation:
         self._in_flight.recount(self)
         self._in_flight.notify()
 
-    def fork(self) -> "CapacityReservation":
-        """Return a reservation for a sequence at the same decode worker that shares this one's KV."""
-        reservation = self._in_flight.reserve(Placement(None, self.placement.decode), self.num_tokens)
-        reservation.is_fork, reservation.num_shared_tokens, reservation.prefill_tokens = True, self.num_tokens, 0
-        self.forks.append(reservation)
-        self._in_flight.recount(reservation)
-        return reservation
+    def fork(self) -> "CapacityClaim":
+        """Return a claim for a sequence at the same decode worker that shares this one's KV."""
+        claim = self._in_flight.claim(Placement(None, self.placement.decode), self.num_tokens)
+        claim.is_fork, claim.num_shared_tokens, claim.prefill_tokens = True, self.num_tokens, 0
+        self.forks.append(claim)
+        self._in_flight.recount(claim)
+        return claim
 
     def release(self) -> None:
         self.on_abandoned = _ignore
@@ -119,15 +119,15 @@ class CapacityReservation:
 
 
 class InFlightTable:
-    """All reservations of one model at one router. `clock` returns monotonic seconds, as Membership's."""
+    """All claims of one model at one router. `clock` returns monotonic seconds, as Membership's."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.now_s = clock
         self.prefilled_tokens = 0
         """Prompt tokens that prefill workers have computed for this router so far."""
-        self._reservations: dict[CapacityReservation, None] = {}
+        self._claims: dict[CapacityClaim, None] = {}
         self._sums: dict[str, InFlight] = {}
-        self._unreported: dict[str, dict[CapacityReservation, None]] = {}  # by decode worker
+        self._unreported: dict[str, dict[CapacityClaim, None]] = {}  # by decode worker
         self._kv_bytes: Counter[str] = Counter()
         self._callbacks: list[Callable[[], None]] = []
         self._watchers: list[Callable[[str, InFlight], None]] = []
@@ -140,35 +140,35 @@ class InFlightTable:
         """Call `watcher` with the new sums of a worker, by incarnation, whenever they have changed."""
         self._watchers.append(watcher)
 
-    def reserve(
+    def claim(
         self, placement: Placement, num_tokens: int, on_first_token: Callable[[], None] | None = None
-    ) -> CapacityReservation:
-        """Count an attempt; the caller owns the reservation. `on_first_token` is called once, at its first token."""
-        reservation = CapacityReservation(self, placement, num_tokens, on_first_token)
-        self._reservations[reservation] = None
-        self._unreported.setdefault(placement.decode.incarnation, {})[reservation] = None
-        self.recount(reservation)
-        return reservation
+    ) -> CapacityClaim:
+        """Count an attempt; the caller owns the claim. `on_first_token` is called once, at its first token."""
+        claim = CapacityClaim(self, placement, num_tokens, on_first_token)
+        self._claims[claim] = None
+        self._unreported.setdefault(placement.decode.incarnation, {})[claim] = None
+        self.recount(claim)
+        return claim
 
-    def remove(self, reservation: CapacityReservation) -> None:
-        """Stop counting an attempt. Only CapacityReservation.release calls this."""
-        if reservation in self._reservations:
-            del self._reservations[reservation]
-            self._forget_unreported(reservation)
-            self.recount(reservation)
-            alive = [fork for fork in reservation.forks if fork in self._reservations]
+    def remove(self, claim: CapacityClaim) -> None:
+        """Stop counting an attempt. Only CapacityClaim.release calls this."""
+        if claim in self._claims:
+            del self._claims[claim]
+            self._forget_unreported(claim)
+            self.recount(claim)
+            alive = [fork for fork in claim.forks if fork in self._claims]
             if alive:  # the first fork counts the shared blocks from now on
-                alive[0].num_shared_tokens, alive[0].forks = reservation.num_shared_tokens, alive[1:]
+                alive[0].num_shared_tokens, alive[0].forks = claim.num_shared_tokens, alive[1:]
                 self.recount(alive[0])
             self.notify()
 
     def abandon(self, info: WorkerInfo) -> None:
         """Tell every attempt that still needs this run of the worker to leave it."""
-        for reservation in list(self._reservations):
-            placement = reservation.placement
-            workers = [placement.decode, placement.prefill] if reservation.holds_prefill else [placement.decode]
+        for claim in list(self._claims):
+            placement = claim.placement
+            workers = [placement.decode, placement.prefill] if claim.holds_prefill else [placement.decode]
             if info in workers:
-                reservation.on_abandoned(info)
+                claim.on_abandoned(info)
 
     def notify(self) -> None:
         """Notify listeners: capacity may have become free."""
@@ -192,37 +192,37 @@ class InFlightTable:
     @property
     def num_transferring(self) -> int:
         """Number of KV transfers that are open now."""
-        return sum(reservation.is_transferring for reservation in self._reservations)
+        return sum(claim.is_transferring for claim in self._claims)
 
     def transfers(self) -> dict[str, Transfers]:
         """Transfers that each run of a worker sends or receives, by incarnation; none for those that are not there."""
         num_open = Counter(
             info.incarnation
-            for reservation in self._reservations
-            if reservation.is_transferring
-            for info in (reservation.placement.prefill, reservation.placement.decode)
+            for claim in self._claims
+            if claim.is_transferring
+            for info in (claim.placement.prefill, claim.placement.decode)
             if info is not None
         )
         return {key: Transfers(num_open[key], self._kv_bytes[key]) for key in num_open | self._kv_bytes}
 
     def by_worker(self) -> Mapping[str, InFlight]:
-        """The sums of each worker's reservations, by incarnation. A live view."""
+        """The sums of each worker's claims, by incarnation. A live view."""
         return self._sums
 
     def reported(self, view: WorkerView) -> None:
         """A worker has reported: the report includes what it had confirmed before."""
         waiting = self._unreported.get(view.info.incarnation, {})
-        for reservation in [r for r in waiting if _is_included(r, view.last_seen_s)]:
-            reservation.is_reported = True
-            self._forget_unreported(reservation)
-            self.recount(reservation)
+        for claim in [claim for claim in waiting if _is_included(claim, view.last_seen_s)]:
+            claim.is_reported = True
+            self._forget_unreported(claim)
+            self.recount(claim)
 
-    def recount(self, reservation: CapacityReservation) -> None:
-        """Bring the sums of its workers up to date. Only a reservation that has changed calls this."""
-        before, now = reservation.shares, _shares(reservation) if reservation in self._reservations else {}
+    def recount(self, claim: CapacityClaim) -> None:
+        """Bring the sums of its workers up to date. Only a claim that has changed calls this."""
+        before, now = claim.shares, _shares(claim) if claim in self._claims else {}
         if now == before:
             return
-        reservation.shares = now
+        claim.shares = now
         for incarnation in before.keys() | now.keys():
             total = self._sums.pop(incarnation, InFlight())
             total = total.plus(now.get(incarnation, InFlight())).plus(before.get(incarnation, InFlight()), -1)
@@ -231,32 +231,32 @@ class InFlightTable:
             for watcher in self._watchers:
                 watcher(incarnation, total)
 
-    def _forget_unreported(self, reservation: CapacityReservation) -> None:
-        incarnation = reservation.placement.decode.incarnation
+    def _forget_unreported(self, claim: CapacityClaim) -> None:
+        incarnation = claim.placement.decode.incarnation
         waiting = self._unreported.get(incarnation, {})
-        waiting.pop(reservation, None)
+        waiting.pop(claim, None)
         if not waiting:
             self._unreported.pop(incarnation, None)
 
 
-def _shares(reservation: CapacityReservation) -> dict[str, InFlight]:
-    """The load that a reservation is at each of its workers, by incarnation."""
-    decode, prefill = reservation.placement.decode, reservation.placement.prefill
+def _shares(claim: CapacityClaim) -> dict[str, InFlight]:
+    """The load that a claim is at each of its workers, by incarnation."""
+    decode, prefill = claim.placement.decode, claim.placement.prefill
     groups = decode.layout.groups
-    blocks = decode.layout.num_blocks_for(reservation.num_tokens) + groups.count
-    blocks -= reservation.num_shared_tokens // groups.block_size * groups.num_full
-    own_tokens = reservation.prefill_tokens if prefill is None else 0
-    shares = {decode.incarnation: InFlight(1, blocks, 0 if reservation.is_reported else blocks, own_tokens)}
-    if prefill is not None and reservation.holds_prefill:
-        blocks = prefill.layout.num_blocks_for(reservation.num_tokens)
-        is_short = reservation.prefill_tokens <= longest_short(prefill.max_batch_tokens)
-        short_tokens = reservation.prefill_tokens if is_short else 0
-        shares[prefill.incarnation] = InFlight(1, blocks, 0, reservation.prefill_tokens, short_tokens)
+    blocks = decode.layout.num_blocks_for(claim.num_tokens) + groups.count
+    blocks -= claim.num_shared_tokens // groups.block_size * groups.num_full
+    own_tokens = claim.prefill_tokens if prefill is None else 0
+    shares = {decode.incarnation: InFlight(1, blocks, 0 if claim.is_reported else blocks, own_tokens)}
+    if prefill is not None and claim.holds_prefill:
+        blocks = prefill.layout.num_blocks_for(claim.num_tokens)
+        is_short = claim.prefill_tokens <= longest_short(prefill.max_batch_tokens)
+        short_tokens = claim.prefill_tokens if is_short else 0
+        shares[prefill.incarnation] = InFlight(1, blocks, 0, claim.prefill_tokens, short_tokens)
     return shares
 
 
-def _is_included(reservation: CapacityReservation, last_seen_s: float) -> bool:
-    return reservation.confirmed_at_s is not None and last_seen_s > reservation.confirmed_at_s + _REPORT_DELAY_S
+def _is_included(claim: CapacityClaim, last_seen_s: float) -> bool:
+    return claim.confirmed_at_s is not None and last_seen_s > claim.confirmed_at_s + _REPORT_DELAY_S
 
 
 def _ignore(info: WorkerInfo) -> None:

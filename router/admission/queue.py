@@ -1,6 +1,6 @@
 """The queue for workers: attempts wait here, in order, until a prefill and a decode worker have capacity.
 
-    place() ─▶ waiters (ordered by fair_queue.py) ──pump: is there capacity for the head?──▶ CapacityReservation
+    place() ─▶ waiters (ordered by fair_queue.py) ──pump: is there capacity for the head?──▶ CapacityClaim
        │          │ cancelled or past its deadline: removed at once
        │          │ its first token can no longer come in time: Overloaded
        │          │ no decode worker at all for `no_worker_timeout_s`: NoWorkers
@@ -27,7 +27,7 @@ from mesh.domain.errors import InvalidRequest, MeshError, NoWorkers, Overloaded
 from mesh.domain.worker import WorkerRole
 from router.admission.fair_queue import FairQueue, QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
-from router.admission.in_flight import CapacityReservation, InFlightTable
+from router.admission.in_flight import CapacityClaim, InFlightTable
 from router.admission.placement import MeshSnapshot, NoPlacement, Placement, PlacementQuery, is_short_in, place
 
 _AWAY = (NoPlacement.AWAY, NoPlacement.NO_ADAPTER)
@@ -37,7 +37,7 @@ _AWAY = (NoPlacement.AWAY, NoPlacement.NO_ADAPTER)
 class _Waiter:
     query: PlacementQuery
     entry: QueueEntry
-    reservation: asyncio.Future[CapacityReservation]
+    claim: asyncio.Future[CapacityClaim]
     is_replay: bool
     timer: asyncio.TimerHandle | None = None
 
@@ -117,8 +117,8 @@ class PlacementQueue:
         """The reason for which the head still waits; None if the queue is empty."""
         return self._shortage if self._waiters else None
 
-    async def place(self, query: PlacementQuery, entry: QueueEntry, *, is_replay: bool = False) -> CapacityReservation:
-        """Wait for capacity. The caller owns the reservation.
+    async def place(self, query: PlacementQuery, entry: QueueEntry, *, is_replay: bool = False) -> CapacityClaim:
+        """Wait for capacity. The caller owns the claim.
 
         Raises Overloaded if the queue is full or the first token would come too late. A replay waits behind earlier
         replays only and is never refused like this. Raises NoWorkers, and InvalidRequest if no worker can ever hold the
@@ -131,7 +131,7 @@ class PlacementQueue:
         else:
             self._join(waiter)
         try:
-            return await waiter.reservation
+            return await waiter.claim
         except asyncio.CancelledError:
             self._forget(waiter)
             raise
@@ -157,7 +157,7 @@ class PlacementQueue:
         self._require_slot(entry, expected_s)
         self._waiters.add(entry, waiter)
         self._pump()
-        if waiter.reservation.done():
+        if waiter.claim.done():
             return
         # The head is never refused: only placed requests can correct a forecast that is too pessimistic.
         late_s = 0.0 if expected_s is None else loop.time() + expected_s - entry.worthless_after_s
@@ -196,21 +196,16 @@ class PlacementQueue:
 
     def _expire(self, waiter: _Waiter) -> None:
         """Fail a waiter whose first token can no longer come in time."""
-        if self._leave(waiter) and not waiter.reservation.done():
+        if self._leave(waiter) and not waiter.claim.done():
             message = "the first token cannot come within ttft_target any more; try again later"
             error = Overloaded(message, retry_after_s=retry_after_s(self._expected_s(waiter)))
-            waiter.reservation.set_exception(error)
+            waiter.claim.set_exception(error)
 
     def _forget(self, waiter: _Waiter) -> None:
-        """Clean up for a cancelled caller: leave the queue, or release a reservation that came too late."""
-        reservation = waiter.reservation
-        if (
-            not self._leave(waiter)
-            and reservation.done()
-            and not reservation.cancelled()
-            and reservation.exception() is None
-        ):
-            reservation.result().release()
+        """Clean up for a cancelled caller: leave the queue, or release a claim that came too late."""
+        claim = waiter.claim
+        if not self._leave(waiter) and claim.done() and not claim.cancelled() and claim.exception() is None:
+            claim.result().release()
 
     def _leave(self, waiter: _Waiter) -> bool:
         """Remove the waiter; False if it is not in the queue."""
@@ -245,8 +240,8 @@ class PlacementQueue:
         self._waiters.add_replay(waiter)
 
     def _give_up(self, waiter: _Waiter, error: NoWorkers) -> None:
-        if self._leave(waiter) and not waiter.reservation.done():
-            waiter.reservation.set_exception(error)
+        if self._leave(waiter) and not waiter.claim.done():
+            waiter.claim.set_exception(error)
 
     def _place_next(self) -> bool:
         """Place or refuse the head. If only the head's prefill budget is used up, place the first waiter of the other
@@ -294,14 +289,14 @@ class PlacementQueue:
         return shortage in (NoPlacement.NO_DECODE_CAPACITY, NoPlacement.NO_PREFILL_CAPACITY)
 
     def _grant(self, waiter: _Waiter, placement: Placement) -> None:
-        if not waiter.reservation.done():
+        if not waiter.claim.done():
             num_tokens = waiter.query.num_tokens
             on_first_token = self._forecast.placed(num_tokens)
-            waiter.reservation.set_result(self._in_flight.reserve(placement, num_tokens, on_first_token))
+            waiter.claim.set_result(self._in_flight.claim(placement, num_tokens, on_first_token))
 
     def _refuse(self, waiter: _Waiter, shortage: NoPlacement) -> None:
         """Let `place` raise an error. A replay whose decode workers are away is put aside instead."""
-        if waiter.reservation.done():
+        if waiter.claim.done():
             return
         error: MeshError
         if shortage is NoPlacement.TOO_LARGE:
@@ -317,4 +312,4 @@ class PlacementQueue:
         else:
             patience_s = self._outage.patience_s
             error = NoWorkers(f"no decode worker has taken requests for {patience_s:g} s; try again later")
-        waiter.reservation.set_exception(error)
+        waiter.claim.set_exception(error)

@@ -139,7 +139,7 @@ class CanaryRunner:
         attempt = Attempt(
             choice,
             replace(spec, time_left_s=self._timeout_s, cache_hints=_NO_USE),
-            self._in_flight.reserve(placement, choice.num_tokens),
+            self._in_flight.claim(placement, choice.num_tokens),
             link=link,
             prefill_client=self._prefill_client,
             timeline=timeline,

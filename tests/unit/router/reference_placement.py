@@ -1,11 +1,11 @@
 """Placement one worker at a time, as it is defined: what `router/admission/placement.py` computes in columns must equal
-it. Likewise the sums of reservations, added up."""
+it. Likewise the sums of claims, added up."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from router.admission.in_flight import CapacityReservation
+from router.admission.in_flight import CapacityClaim
 from router.admission.placement import MeshSnapshot, NoPlacement, Placement, PlacementQuery
 from router.admission.roster import InFlight
 from router.workers.membership import WorkerView, capacity_tokens
@@ -162,24 +162,24 @@ def _num_reported(view: WorkerView) -> int:
     return view.load.num_running + view.load.num_waiting
 
 
-def sums_of(reservations: Iterable[CapacityReservation], views: Iterable[WorkerView]) -> Mapping[str, InFlight]:
-    """The sum of the reservations of each worker, by incarnation."""
+def sums_of(claims: Iterable[CapacityClaim], views: Iterable[WorkerView]) -> Mapping[str, InFlight]:
+    """The sum of the claims of each worker, by incarnation."""
     last_seen_s = {view.info.incarnation: view.last_seen_s for view in views}
     sums: dict[str, InFlight] = {}
 
     def add(info: WorkerInfo, more: InFlight) -> None:
         sums[info.incarnation] = sums.get(info.incarnation, InFlight()).plus(more)
 
-    for reservation in reservations:
-        decode, prefill = reservation.placement.decode, reservation.placement.prefill
-        blocks = decode.layout.num_blocks_for(reservation.num_tokens) + 1
-        blocks -= reservation.num_shared_tokens // decode.layout.block_size
-        seen_s, confirmed_s = last_seen_s.get(decode.incarnation, 0.0), reservation.confirmed_at_s
+    for claim in claims:
+        decode, prefill = claim.placement.decode, claim.placement.prefill
+        blocks = decode.layout.num_blocks_for(claim.num_tokens) + 1
+        blocks -= claim.num_shared_tokens // decode.layout.block_size
+        seen_s, confirmed_s = last_seen_s.get(decode.incarnation, 0.0), claim.confirmed_at_s
         reported = confirmed_s is not None and seen_s > confirmed_s + _REPORT_DELAY_S
-        own_tokens = reservation.prefill_tokens if prefill is None else 0
+        own_tokens = claim.prefill_tokens if prefill is None else 0
         add(decode, InFlight(1, blocks, 0 if reported else blocks, own_tokens))
-        if prefill is not None and reservation.holds_prefill:
-            blocks = prefill.layout.num_blocks_for(reservation.num_tokens)
-            short_tokens = reservation.prefill_tokens if is_short(reservation.prefill_tokens, prefill) else 0
-            add(prefill, InFlight(1, blocks, 0, reservation.prefill_tokens, short_tokens))
+        if prefill is not None and claim.holds_prefill:
+            blocks = prefill.layout.num_blocks_for(claim.num_tokens)
+            short_tokens = claim.prefill_tokens if is_short(claim.prefill_tokens, prefill) else 0
+            add(prefill, InFlight(1, blocks, 0, claim.prefill_tokens, short_tokens))
     return sums

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mesh.domain.kv import block_hashes
 from mesh.domain.worker import Adapter, WorkerLoad, WorkerRole, WorkerState
-from router.admission.in_flight import CapacityReservation, InFlightTable
+from router.admission.in_flight import CapacityClaim, InFlightTable
 from router.admission.placement import Placement, PlacementQuery, is_short_in, place
 from router.admission.roster import InFlight
 from router.workers.health import Trust
@@ -92,7 +92,7 @@ class Mesh:
         self.now_s = 0.0
         self.membership = Membership(lambda: self.now_s)
         self.in_flight = InFlightTable(lambda: self.now_s)
-        self.reservations: list[CapacityReservation] = []
+        self.claims: list[CapacityClaim] = []
         self.unproven: set[str] = set()
         everything: Any = SimpleNamespace(
             name="m",
@@ -135,20 +135,20 @@ class Mesh:
     def take(self, num_tokens: int) -> None:
         placed = place(query(num_tokens), self.view.snapshot())
         if isinstance(placed, Placement):
-            self.reservations.append(self.in_flight.reserve(placed, num_tokens))
+            self.claims.append(self.in_flight.claim(placed, num_tokens))
 
-    def on_reservation(self, number: int, action: str) -> None:
-        if not self.reservations:
+    def on_claim(self, number: int, action: str) -> None:
+        if not self.claims:
             return
-        reservation = self.reservations[number % len(self.reservations)]
+        claim = self.claims[number % len(self.claims)]
         if action == "grow":
-            reservation.grow(reservation.num_tokens + number % 7)
+            claim.grow(claim.num_tokens + number % 7)
         elif action == "fork":
-            self.reservations.append(reservation.fork())
+            self.claims.append(claim.fork())
         else:
-            getattr(reservation, action)()
+            getattr(claim, action)()
         if action == "release":
-            self.reservations.remove(reservation)
+            self.claims.remove(claim)
 
     def _nth(self, number: int) -> WorkerView:
         workers = self.membership.views()
@@ -158,7 +158,7 @@ class Mesh:
         """A snapshot of now, made from nothing but what is there."""
         workers = self.membership.views()
         present = {view.info.incarnation for view in workers}
-        sums = reference.sums_of(self.reservations, workers)
+        sums = reference.sums_of(self.claims, workers)
         in_flight = {incarnation: work for incarnation, work in sums.items() if incarnation in present}
         return snapshot(*workers, in_flight=in_flight, unproven=frozenset(self.unproven & present))
 
@@ -170,7 +170,7 @@ actions = st.sampled_from(
 )
 steps = st.one_of(
     st.tuples(st.just("take"), st.integers(1, 30)),
-    st.tuples(st.just("on_reservation"), numbers, actions),
+    st.tuples(st.just("on_claim"), numbers, actions),
     st.tuples(
         st.just("heartbeat"),
         *(st.lists(each, min_size=4, max_size=4) for each in (st.integers(0, 16), st.integers(0, 3), states)),
@@ -187,7 +187,7 @@ def reports(free_blocks: int) -> tuple[Any, float]:
 # Two long prompts, one at each decode worker, which both then report: a third one fits or not, as they say.
 TWO_CONFIRMED = [
     *[(("take", 30), 0.0), (("take", 30), 0.0)],
-    *[(("on_reservation", number, "confirm"), 0.0) for number in range(2)],
+    *[(("on_claim", number, "confirm"), 0.0) for number in range(2)],
 ]
 
 
@@ -205,6 +205,6 @@ def test_a_snapshot_that_is_kept_equals_a_new_one(history: list[Any], unproven: 
         assert fresh.in_flight.items() <= mesh.in_flight.by_worker().items()
         for num_tokens in (4, 12, 30):
             assert place(query(num_tokens), mesh.view.snapshot()) == reference.place(query(num_tokens), fresh)
-    for reservation in list(mesh.reservations):
-        reservation.release()
+    for claim in list(mesh.claims):
+        claim.release()
     assert mesh.in_flight.by_worker() == {}

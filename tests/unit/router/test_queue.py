@@ -13,7 +13,7 @@ from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
 from mesh.domain.worker import WorkerRole, WorkerState
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast
-from router.admission.in_flight import CapacityReservation, InFlightTable
+from router.admission.in_flight import CapacityClaim, InFlightTable
 from router.admission.limiter import LocalLimiter, Permit
 from router.admission.placement import MeshSnapshot, Placement
 from router.admission.queue import PlacementQueue
@@ -68,27 +68,27 @@ async def settled() -> None:
 def test_the_ledger_follows_an_attempt() -> None:
     mesh = FakeMesh()
     p, d = prefill(), decode(last_seen_s=0.0)
-    reservation = mesh.in_flight.reserve(Placement(p.info, d.info), 10)
+    claim = mesh.in_flight.claim(Placement(p.info, d.info), 10)
     assert mesh.in_flight.by_worker() == {"p0": InFlight(1, 3, 0, 10), "d0": InFlight(1, 4, 4, 0)}
-    reservation.confirm()
+    claim.confirm()
     mesh.in_flight.reported(decode(last_seen_s=0.05))
     assert mesh.in_flight.by_worker()["d0"].num_unreported_blocks == 4
     mesh.in_flight.reported(decode(last_seen_s=0.2))
     assert mesh.in_flight.by_worker()["d0"].num_unreported_blocks == 0
-    reservation.prefill_computed()
+    claim.prefill_computed()
     assert mesh.in_flight.by_worker()["p0"] == InFlight(1, 3, 0, 0)
-    reservation.prefill_released()
-    reservation.grow(17)
+    claim.prefill_released()
+    claim.grow(17)
     assert mesh.in_flight.by_worker() == {"d0": InFlight(1, 6, 0, 0)}
-    reservation.release()
-    reservation.release()
+    claim.release()
+    claim.release()
     assert mesh.in_flight.by_worker() == {}
 
 
 async def test_placed_at_once_if_there_is_room() -> None:
     mesh = FakeMesh(decode())
-    reservation = await mesh.queue.place(query(), ENTRY)
-    assert reservation.placement.decode.worker_id == "d0"
+    claim = await mesh.queue.place(query(), ENTRY)
+    assert claim.placement.decode.worker_id == "d0"
     assert mesh.queue.num_queued == 0
 
 
@@ -98,9 +98,9 @@ async def test_first_come_first_served_and_replays_in_front() -> None:
     order: list[str] = []
 
     async def wait(name: str, *, is_replay: bool = False) -> None:
-        reservation = await mesh.queue.place(query(), ENTRY, is_replay=is_replay)
+        claim = await mesh.queue.place(query(), ENTRY, is_replay=is_replay)
         order.append(name)
-        reservation.release()
+        claim.release()
 
     tasks = [asyncio.create_task(wait(name)) for name in "abc"]
     await settled()
@@ -120,9 +120,9 @@ async def test_tenants_take_turns() -> None:
     order: list[str] = []
 
     async def wait(tenant: str) -> None:
-        reservation = await mesh.queue.place(query(), QueueEntry(tenant))
+        claim = await mesh.queue.place(query(), QueueEntry(tenant))
         order.append(tenant)
-        reservation.release()
+        claim.release()
 
     tasks = [asyncio.create_task(wait(tenant)) for tenant in ("greedy", "greedy", "greedy", "modest")]
     await settled()
@@ -151,7 +151,7 @@ async def test_a_short_prompt_does_not_wait_behind_long_ones_for_prefill() -> No
     await settled()
     assert mesh.queue.num_queued == 1, "two passes of long prompts are there"
     shorts = [await mesh.queue.place(query(8), ENTRY) for _ in range(4)]
-    assert all(reservation.placement.prefill is not None for reservation in shorts)
+    assert all(claim.placement.prefill is not None for claim in shorts)
     late = asyncio.create_task(mesh.queue.place(query(8), ENTRY))
     await settled()
     assert mesh.queue.num_queued == 2, "two passes of short prompts are there"
@@ -224,7 +224,7 @@ async def test_a_full_queue_refuses_new_requests_but_no_replay() -> None:
 async def test_a_tenant_leaves_places_for_others() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1), max_queued=8)
     await mesh.queue.place(query(), ENTRY)
-    tasks: list[asyncio.Task[CapacityReservation]] = []
+    tasks: list[asyncio.Task[CapacityClaim]] = []
 
     async def joined(tenant: str) -> int:
         """How many of the tenant's requests find a place before one is refused."""
@@ -260,7 +260,7 @@ class Measured(FakeMesh):
 
     async def wait(
         self, *, ttft_s: float | None = None, time_left_s: float | None = None, **entry: Any
-    ) -> CapacityReservation:
+    ) -> CapacityClaim:
         now_s = asyncio.get_running_loop().time()
         by_s, deadline_s = (None if left_s is None else now_s + left_s for left_s in (ttft_s, time_left_s))
         return await self.queue.place(query(), QueueEntry(**entry, first_token_by_s=by_s, deadline_s=deadline_s))
@@ -352,15 +352,15 @@ async def test_a_replay_is_never_refused() -> None:
 
 async def test_the_forecast_learns_the_pace_of_the_queue_from_those_who_wait() -> None:
     mesh = FakeMesh(decode(max_num_seqs=1))
-    reservation = await mesh.queue.place(query(), ENTRY)
+    claim = await mesh.queue.place(query(), ENTRY)
     assert mesh.forecast.queue.wait_s(0) is None
     tasks = [asyncio.create_task(mesh.queue.place(query(), ENTRY)) for _ in range(4)]
     await settled()
     for task in tasks:
         mesh.now_s += 0.5
-        reservation.release()
-        reservation = await task
-        reservation.first_token()
+        claim.release()
+        claim = await task
+        claim.first_token()
     assert mesh.forecast.queue.wait_s(0) == pytest.approx(0.5)
     mesh.now_s += 30  # nobody waits: this time does not count
     assert mesh.forecast.queue.wait_s(0) == pytest.approx(0.5)
@@ -423,7 +423,7 @@ async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
     mesh.views = [decode()]
     await mesh.queue.place(query(), ENTRY)
     mesh.views = []
-    waiting: asyncio.Task[CapacityReservation] = asyncio.create_task(mesh.queue.place(query(), ENTRY))
+    waiting: asyncio.Task[CapacityClaim] = asyncio.create_task(mesh.queue.place(query(), ENTRY))
     await settled()
     assert not waiting.done()  # a new outage, a new wait
     mesh.views = [decode()]
@@ -441,7 +441,7 @@ async def test_an_outage_ends_also_while_nothing_waits() -> None:
     mesh.queue.wake()
     await settled()
     mesh.views = []
-    waiting: asyncio.Task[CapacityReservation] = asyncio.create_task(mesh.queue.place(query(), ENTRY))
+    waiting: asyncio.Task[CapacityClaim] = asyncio.create_task(mesh.queue.place(query(), ENTRY))
     await settled()
     assert not waiting.done()
     mesh.views = [decode()]
@@ -454,7 +454,7 @@ async def test_an_outage_ends_also_while_nothing_waits() -> None:
 def test_nothing_is_lost_or_left(steps: list[tuple[str, int, QueueEntry]]) -> None:
     async def run() -> None:
         mesh = FakeMesh(decode(), max_queued=5)
-        tasks: list[asyncio.Task[CapacityReservation]] = []
+        tasks: list[asyncio.Task[CapacityClaim]] = []
         loop = asyncio.get_running_loop()
         for step, number, entry in steps:
             mesh.now_s += 1.0
@@ -478,7 +478,7 @@ def test_nothing_is_lost_or_left(steps: list[tuple[str, int, QueueEntry]]) -> No
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, CapacityReservation):
+            if isinstance(result, CapacityClaim):
                 result.first_token()
                 result.release()
             else:
@@ -495,13 +495,13 @@ def test_who_is_abandoned() -> None:
     in_flight, left = InFlightTable(lambda: 0.0), list[str]()
     p0, d0, d1 = prefill("p0").info, decode("d0").info, decode("d1").info
     placements = {"on d0": Placement(p0, d0), "on d1": Placement(p0, d1), "sent": Placement(p0, d1)}
-    reservations = {name: in_flight.reserve(placement, 8) for name, placement in placements.items()}
-    for name, reservation in reservations.items():
-        reservation.on_abandoned = lambda info, name=name: left.append(f"{name}: {info.worker_id}")  # type: ignore[misc]
-    reservations["sent"].prefill_released()
+    claims = {name: in_flight.claim(placement, 8) for name, placement in placements.items()}
+    for name, claim in claims.items():
+        claim.on_abandoned = lambda info, name=name: left.append(f"{name}: {info.worker_id}")  # type: ignore[misc]
+    claims["sent"].prefill_released()
     in_flight.abandon(d0)
     in_flight.abandon(p0)
     assert left == ["on d0: d0", "on d0: p0", "on d1: p0"]
-    reservations["on d0"].release()
+    claims["on d0"].release()
     in_flight.abandon(d0)
     assert len(left) == 3

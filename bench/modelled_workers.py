@@ -174,7 +174,7 @@ class ModelledWorkers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillSe
         await asyncio.sleep(_PREFILL_S)
         first = output(spec, len(spec.token_ids) - spec.num_prompt_tokens)
         yield prefill_pb2.PrefillResponse(first_token=wire.output_to_proto(first))
-        finished = prefill_pb2.TransferFinished(bytes=0, transport="modelled", duration_ms=0.0)
+        finished = prefill_pb2.TransferFinished(bytes=0, duration_ms=0.0)
         yield prefill_pb2.PrefillResponse(finished=finished)
 
 

@@ -146,7 +146,7 @@ class PrefillService:
                 result = await prompt.transfer.commit(len(spec.token_ids), output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(result.num_bytes, result.transport, duration_s)
-                yield TransferFinished(result.num_bytes, duration_s, result.transport)
+                yield TransferFinished(result.num_bytes, duration_s)
             else:
                 # The first token tells the router to end the decode side, which ends the transfer. An abort by this
                 # worker could reach the decode worker first, and would look like lost KV.

@@ -45,8 +45,5 @@ def _messages(event: PrefillEvent) -> Iterator[prefill_pb2.PrefillResponse]:
     elif isinstance(event, PrefillStarted):
         yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(elapsed_ms=1000 * event.elapsed_s))
     else:
-        duration_ms = None if event.duration_s is None else 1000 * event.duration_s
-        finished = prefill_pb2.TransferFinished(
-            bytes=event.num_bytes, transport=event.transport, duration_ms=duration_ms
-        )
+        finished = prefill_pb2.TransferFinished(bytes=event.num_bytes, duration_ms=1000 * event.duration_s)
         yield prefill_pb2.PrefillResponse(finished=finished)

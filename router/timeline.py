@@ -160,7 +160,7 @@ class Timeline:
         elif self._on_gap is not None:
             self._on_gap(at_s - last_s)
 
-    def note_kv_transfer(self, duration_s: float | None) -> None:
+    def note_kv_transfer(self, duration_s: float) -> None:
         """Record how long the attempt's KV transfer took, as its sender has measured it."""
         self._current.kv_transfer_s = duration_s
 

@@ -35,14 +35,10 @@ class PrefillStarted:
 
 @dataclass(frozen=True, slots=True)
 class TransferFinished:
-    """The decode worker has verified all KV.
-
-    `duration_s`: since the transfer was opened; None if the worker does not report it.
-    """
+    """The decode worker has verified all KV, `duration_s` after the transfer was opened."""
 
     num_bytes: int
-    duration_s: float | None
-    transport: str = ""
+    duration_s: float
 
 
 PrefillEvent = PrefillStarted | SequenceOutput | TransferFinished

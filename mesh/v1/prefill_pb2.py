@@ -26,7 +26,7 @@ from mesh.v1 import kvtransfer_pb2 as mesh_dot_v1_dot_kvtransfer__pb2
 from mesh.v1 import sequence_pb2 as mesh_dot_v1_dot_sequence__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15mesh/v1/prefill.proto\x12\x07mesh.v1\x1a\x18mesh/v1/kvtransfer.proto\x1a\x16mesh/v1/sequence.proto\"\x93\x01\n\rKvDestination\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\t\x12\x14\n\x0cready_tokens\x18\x05 \x01(\r\x12\x1e\n\x05ranks\x18\x06 \x03(\x0b\x32\x0f.mesh.v1.KvRank\"f\n\x0ePrefillRequest\x12\'\n\x08sequence\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SequenceSpec\x12+\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x16.mesh.v1.KvDestination\"\xa5\x01\n\x0fPrefillResponse\x12*\n\x07started\x18\x01 \x01(\x0b\x32\x17.mesh.v1.PrefillStartedH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.mesh.v1.SequenceOutputH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.mesh.v1.TransferFinishedH\x00\x42\x07\n\x05\x65vent\"$\n\x0ePrefillStarted\x12\x12\n\nelapsed_ms\x18\x01 \x01(\x01\"^\n\x10TransferFinished\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x18\n\x0b\x64uration_ms\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_duration_ms2I\n\x07Prefill\x12>\n\x07Prefill\x12\x17.mesh.v1.PrefillRequest\x1a\x18.mesh.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15mesh/v1/prefill.proto\x12\x07mesh.v1\x1a\x18mesh/v1/kvtransfer.proto\x1a\x16mesh/v1/sequence.proto\"\x93\x01\n\rKvDestination\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x13\n\x0btransfer_id\x18\x04 \x01(\t\x12\x14\n\x0cready_tokens\x18\x05 \x01(\r\x12\x1e\n\x05ranks\x18\x06 \x03(\x0b\x32\x0f.mesh.v1.KvRank\"f\n\x0ePrefillRequest\x12\'\n\x08sequence\x18\x01 \x01(\x0b\x32\x15.mesh.v1.SequenceSpec\x12+\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x16.mesh.v1.KvDestination\"\xa5\x01\n\x0fPrefillResponse\x12*\n\x07started\x18\x01 \x01(\x0b\x32\x17.mesh.v1.PrefillStartedH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.mesh.v1.SequenceOutputH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.mesh.v1.TransferFinishedH\x00\x42\x07\n\x05\x65vent\"$\n\x0ePrefillStarted\x12\x12\n\nelapsed_ms\x18\x01 \x01(\x01\"\\\n\x10TransferFinished\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x18\n\x0b\x64uration_ms\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_duration_msJ\x04\x08\x02\x10\x03R\ttransport2I\n\x07Prefill\x12>\n\x07Prefill\x12\x17.mesh.v1.PrefillRequest\x1a\x18.mesh.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,7 +42,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSTARTED']._serialized_start=506
   _globals['_PREFILLSTARTED']._serialized_end=542
   _globals['_TRANSFERFINISHED']._serialized_start=544
-  _globals['_TRANSFERFINISHED']._serialized_end=638
-  _globals['_PREFILL']._serialized_start=640
-  _globals['_PREFILL']._serialized_end=713
+  _globals['_TRANSFERFINISHED']._serialized_end=636
+  _globals['_PREFILL']._serialized_start=638
+  _globals['_PREFILL']._serialized_end=711
 # @@protoc_insertion_point(module_scope)

@@ -49,11 +49,9 @@ class PrefillStarted(_message.Message):
     def __init__(self, elapsed_ms: _Optional[float] = ...) -> None: ...
 
 class TransferFinished(_message.Message):
-    __slots__ = ("bytes", "transport", "duration_ms")
+    __slots__ = ("bytes", "duration_ms")
     BYTES_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     DURATION_MS_FIELD_NUMBER: _ClassVar[int]
     bytes: int
-    transport: str
     duration_ms: float
-    def __init__(self, bytes: _Optional[int] = ..., transport: _Optional[str] = ..., duration_ms: _Optional[float] = ...) -> None: ...
+    def __init__(self, bytes: _Optional[int] = ..., duration_ms: _Optional[float] = ...) -> None: ...

@@ -127,7 +127,5 @@ def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:
     if kind == "started":
         return PrefillStarted(response.started.elapsed_ms / 1000)
     if kind == "finished":
-        finished = response.finished
-        duration_s = finished.duration_ms / 1000 if finished.HasField("duration_ms") else None
-        return TransferFinished(finished.bytes, duration_s)
+        return TransferFinished(response.finished.bytes, response.finished.duration_ms / 1000)
     return None

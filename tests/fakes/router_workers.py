@@ -531,7 +531,7 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             yield first
         _raise(script.fail_after_commit)
         yield prefill_pb2.PrefillResponse(
-            finished=prefill_pb2.TransferFinished(bytes=1, transport="grpc", duration_ms=0.1)
+            finished=prefill_pb2.TransferFinished(bytes=1, duration_ms=0.1)
         )
 
 

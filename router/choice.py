@@ -87,15 +87,15 @@ class Siblings:
         """Return once every sibling has asked for a fork for the first time."""
         await self._all_waiting.wait()
 
-    def take_forks(self) -> list[WaitingFork]:
-        """Return the waiting forks; the caller must resolve the attempt of each."""
-        forks, self._forks = self._forks, []
+    def take_forks(self, num_forks: int) -> list[WaitingFork]:
+        """Return up to `num_forks` waiting forks; the caller must resolve the attempt of each."""
+        forks, self._forks = self._forks[:num_forks], self._forks[num_forks:]
         return [fork for fork in forks if not fork.attempt.done()]
 
     def first_token(self) -> None:
         """The first choice has its first token: forks that still wait are placed alone."""
         self._has_started = True
-        for fork in self.take_forks():
+        for fork in self.take_forks(len(self._forks)):
             fork.attempt.set_result(None)
 
 

@@ -19,6 +19,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -39,7 +40,7 @@ from router.admission.in_flight import CapacityClaim
 from router.admission.placement import Placement, PlacementQuery
 from router.admission.prefix_chain import PrefixChain
 from router.admission.queue import PlacementQueue
-from router.attempt import Attempt, AttemptTimeouts
+from router.attempt import Attempt
 from router.choice import Choice, WaitingFork
 from router.journal import Journal
 from router.served_model import ServedModel
@@ -170,7 +171,6 @@ class Dispatcher:
         self._settings = settings
         self._queue = queue
         self._links = links
-        self._prefill_client = prefill_client
         self._health = health
         self._journal = journal
         self._on_trip = on_trip
@@ -178,8 +178,12 @@ class Dispatcher:
         # In the worst case every choice in service needs a second replay at the same moment.
         clock = asyncio.get_running_loop().time
         self._budget = ReplayBudget(clock, burst=settings.max_concurrent_requests, per_s=settings.max_replays_per_s)
-        self._timeouts = AttemptTimeouts(
-            settings.reserve_timeout_s, settings.prefill_timeout_s, settings.stall_timeout_s
+        self._attempt = partial(
+            Attempt,
+            prefill_client=prefill_client,
+            reserve_timeout_s=settings.reserve_timeout_s,
+            prefill_timeout_s=settings.prefill_timeout_s,
+            stall_timeout_s=settings.stall_timeout_s,
         )
 
     async def run(self, choice: Choice, timeline: Timeline, deadline_s: float | None) -> None:
@@ -233,19 +237,19 @@ class Dispatcher:
 
     def _count_failure(self, attempt: Attempt, error: Replayable) -> None:
         """Count the failure against its workers. A worker that trips gets no requests until a canary succeeds."""
-        trips = self._health.attempt_failed(
+        tripped = self._health.attempt_failed(
             attempt.placement, error, blamed=attempt.blamed, started_s=attempt.started_s
         )
-        for trip in trips:
-            self._journal.tripped(trip.info, trip.num_failures)
+        for info in tripped:
+            self._journal.tripped(info, self._settings.trip_after)
             log.warning(
                 "worker tripped",
-                worker=trip.info.worker_id,
-                num_failures=trip.num_failures,
-                trusted_with="local prompts" if trip.trust is Trust.LOCAL else "nothing",
+                worker=info.worker_id,
+                num_failures=self._settings.trip_after,
+                trusted_with="local prompts" if self._health.trust(info) is Trust.LOCAL else "nothing",
                 error=str(error),
             )
-        if trips:
+        if tripped:
             self._on_trip()
 
     async def _dispatch(
@@ -277,33 +281,17 @@ class Dispatcher:
             spec = replace(spec, time_left_s=max(0.0, deadline_s - asyncio.get_running_loop().time()))
         forks: list[Attempt] = []
         if siblings is not None and choice.index == 0:
-            waiting = siblings.take_forks()
+            # A fork that has joined since, in a replay, was not counted: it waits for the first token, and goes alone.
+            waiting = siblings.take_forks(query.num_seqs - 1)
             forks = [self._fork(fork, claim, link) for fork in waiting]
             spec = replace(spec, forks=tuple(_fork_of(fork.spec) for fork in waiting))
-        return Attempt(
-            choice,
-            spec,
-            claim,
-            link=link,
-            prefill_client=self._prefill_client,
-            timeline=timeline,
-            timeouts=self._timeouts,
-            forks=forks,
-        )
+        return self._attempt(choice, spec, claim, link=link, timeline=timeline, forks=forks)
 
     def _fork(self, fork: WaitingFork, claim: CapacityClaim, link: Link) -> Attempt:
         """Give a sibling an attempt that forks from the one with this claim."""
         _note_placed(fork.timeline, claim.placement)
         fork.timeline.mark("prefill_started")
-        attempt = Attempt(
-            fork.choice,
-            fork.spec,
-            claim.fork(),
-            link=link,
-            prefill_client=self._prefill_client,
-            timeline=fork.timeline,
-            timeouts=self._timeouts,
-        )
+        attempt = self._attempt(fork.choice, fork.spec, claim.fork(), link=link, timeline=fork.timeline)
         fork.attempt.set_result(attempt)
         return attempt
 

@@ -52,15 +52,6 @@ class Canary:
     before: Trust
 
 
-@dataclass(frozen=True, slots=True)
-class BreakerTrip:
-    """A circuit breaker has tripped: the worker is down to `trust` after this many failures in a row."""
-
-    info: WorkerInfo
-    trust: Trust
-    num_failures: int
-
-
 @dataclass(slots=True)
 class _Record:
     """One run of a worker. `num_failures` (of clients' attempts) and `num_failed_canaries` count consecutive failures.
@@ -195,8 +186,8 @@ class WorkerHealth:
 
     def attempt_failed(
         self, placement: Placement, error: Replayable, *, blamed: WorkerInfo | None, started_s: float
-    ) -> list[BreakerTrip]:
-        """Count a failed attempt and return the circuit breakers that trip.
+    ) -> list[WorkerInfo]:
+        """Count a failed attempt and return the workers whose circuit breakers have tripped.
 
         Lack of capacity, preemption and draining are not failures. Neither end of a transfer can tell which end is at
         fault, so a broken transfer counts against both; an end that says of itself that it fails or stops, only against
@@ -210,24 +201,23 @@ class WorkerHealth:
             suspects = [blamed] if blamed is not None else []
         else:
             suspects = []
-        trips = [self._count(info, started_s, is_transfer=is_transfer) for info in suspects]
-        return [trip for trip in trips if trip is not None]
+        return [info for info in suspects if self._trips(info, started_s, is_transfer=is_transfer)]
 
-    def _count(self, info: WorkerInfo, started_s: float, *, is_transfer: bool) -> BreakerTrip | None:
+    def _trips(self, info: WorkerInfo, started_s: float, *, is_transfer: bool) -> bool:
+        """Count a failure; True if it trips the worker's circuit breaker."""
         record = self._record(info)
         floor = Trust.LOCAL if is_transfer and info.role is WorkerRole.DECODE else Trust.NONE
         if record.trust <= floor or started_s < max(record.proven_at_s, record.failed_at_s):
-            return None
-        record.num_failures += 1
-        record.failed_at_s = self._clock()
-        if record.num_failures < self._trip_after:
-            return None
-        trip = BreakerTrip(info, floor, record.num_failures)
+            return False
         now_s = self._clock()
+        record.num_failures += 1
+        record.failed_at_s = now_s
+        if record.num_failures < self._trip_after:
+            return False
         is_early = now_s - record.proven_at_s < _MAX_BACKOFF_S
         record.num_trips = record.num_trips + 1 if is_early else 1
         record.trust, record.num_failures, record.next_try_s = floor, 0, now_s + _backoff_s(record.num_trips - 1)
-        return trip
+        return True
 
     def _record(self, info: WorkerInfo) -> _Record:
         """Return the record of this run; a throw-away record for a run that is gone."""

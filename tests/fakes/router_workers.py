@@ -530,9 +530,7 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             await decode.sent.wait_for((key, output.first_index + script.first_token_after))
             yield first
         _raise(script.fail_after_commit)
-        yield prefill_pb2.PrefillResponse(
-            finished=prefill_pb2.TransferFinished(bytes=1, duration_ms=0.1)
-        )
+        yield prefill_pb2.PrefillResponse(finished=prefill_pb2.TransferFinished(bytes=1, duration_ms=0.1))
 
 
 def _raise(error: Exception | None) -> None:

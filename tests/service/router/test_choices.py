@@ -72,6 +72,29 @@ async def test_a_lost_decode_worker_moves_all_choices(make_mesh: Any) -> None:
     mesh.assert_at_rest()
 
 
+async def test_a_replay_starts_no_more_forks_than_it_was_placed_with(make_mesh: Any) -> None:
+    """The first choice queues before its siblings have come back, at a time when one sequence must fit."""
+    mesh = await make_mesh()
+    full = await mesh.decode("d1", max_num_seqs=4)
+    full.gate.close()
+    calls = [mesh.stub.Generate(make_request(token_ids=PROMPT, max_new_tokens=2), timeout=10) for _ in range(4)]
+    await full.started.wait_len(4)
+    lost = await mesh.decode("d2")
+    lost.gate.close()
+    reading = asyncio.create_task(mesh.generate(token_ids=PROMPT, num_choices=3, max_new_tokens=6))
+    await mesh.until(lambda: lost.forked.items)
+    await lost.kill()
+    await mesh.until(lambda: mesh.router.journal.num_replays == 3 and mesh.model.queue.num_queued == 1)
+    calls[0].cancel()
+    await full.started.wait_len(5)
+    assert not full.started.items[-1].sequence.forks
+    for call in calls[1:]:
+        call.cancel()
+    full.gate.open()
+    assert_all_there(await reading, 3, 6)
+    mesh.assert_at_rest()
+
+
 async def test_a_first_token_that_is_the_last_ends_one_choice_only(make_mesh: Any) -> None:
     """The first choice ends with the prompt; its KV is sent all the same, for the others."""
     mesh = await make_mesh()

@@ -66,8 +66,8 @@ class Bench:
         placement = Placement(*placed) if len(placed) == 2 else Placement(None, *placed)
         started_s = self.now_s if started_s is None else started_s
         error = error or WorkerLost("gone")
-        trips = self.health.attempt_failed(placement, error, blamed=placement.decode, started_s=started_s)
-        return [trip.info.worker_id for trip in trips]
+        tripped = self.health.attempt_failed(placement, error, blamed=placement.decode, started_s=started_s)
+        return [info.worker_id for info in tripped]
 
 
 def test_a_mesh_is_proven_with_a_few_canaries_at_once() -> None:

@@ -16,6 +16,7 @@ from redis.asyncio.client import PubSub
 
 from mesh import wire
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, WorkerState
+from mesh.logs import LogLimit
 from mesh.redis_connection import (
     FAILURES,
     HEARTBEATS,
@@ -47,7 +48,7 @@ class RedisAgent:
         self._url = url
         self._signer = MessageSigner(require_registry(url, key))
         self._agent = agent
-        self._refusals: set[str] = set()
+        self._refusals = LogLimit(burst=1, lines_per_s=0)
 
     async def run(self) -> None:
         """Stay registered until a last heartbeat, or until cancelled. Either way unregister."""
@@ -100,8 +101,7 @@ class RedisAgent:
             reason = self._signer.verify_refusal(self._agent.info.incarnation, letter)
         except Refused:
             return
-        if reason not in self._refusals:
-            self._refusals.add(reason)
+        if self._refusals.admit(reason) is not None:
             log.error("a router refuses this worker", worker=self._agent.info.worker_id, error=reason)
 
     async def _publish(self, redis: Redis, request: worker_pb2.RegisterRequest) -> None:

@@ -62,6 +62,8 @@ class LocalLimiter:
     def _give_back(self, tenant: Tenant) -> None:
         self._num_held -= 1
         self._held_by[tenant.name] -= 1
+        if not self._held_by[tenant.name]:
+            del self._held_by[tenant.name]
 
 
 class Permit:

@@ -165,6 +165,7 @@ class TwinWatch:
         now_s = time.monotonic()
         incarnation, since_s = self._former.get(info.worker_id, ("", 0.0))
         if incarnation != info.incarnation:
+            self._former = {name: run for name, run in self._former.items() if self._membership.find(name) is not None}
             self._former[info.worker_id] = (info.incarnation, now_s)
         elif now_s - since_s > _TWIN_AFTER_S:  # no heartbeat that was only late
             self._former[info.worker_id] = (info.incarnation, math.inf)

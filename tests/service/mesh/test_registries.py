@@ -218,3 +218,13 @@ async def test_a_worker_that_does_not_fit_or_has_another_key_never_appears(
     assert [view.info.worker_id for view in rig.membership.views()] == [INFO.worker_id]
     for task, final in zip(refused, (LayoutMismatch, Unauthenticated), strict=True):
         assert not task.done() or isinstance(task.exception(), final)
+
+
+def test_a_refusal_is_logged_once_and_old_ones_are_forgotten() -> None:
+    agent = RedisAgent("redis://127.0.0.1:1", KEY, RegistryAgent(INFO, FakeEngine(), MEMBER))
+    with capture_logs() as logs:
+        for number in range(3000):
+            for _ in range(2):
+                agent._note_refusal(agent._signer.sign_refusal(INFO.incarnation, f"layouts differ from decode-{number}"))
+    assert len(logs) == 3000
+    assert len(agent._refusals._buckets) <= 1000

@@ -7,6 +7,7 @@ import pytest
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.kv import KVLayout
 from mesh.domain.worker import Adapter, CacheEvent, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from router.workers.coordination import TwinWatch
 from router.workers.membership import Membership
 
 INFO = WorkerInfo(
@@ -190,3 +191,14 @@ def test_workers_are_in_the_order_of_role_and_name(membership: Membership) -> No
     membership.lose(INFO)
     names = [view.info.worker_id for view in membership.views()]
     assert names == ["decode-0", "decode-1", "decode-2", "prefill-0"]
+
+
+def test_twins_are_forgotten_with_their_worker(membership: Membership, clock: Clock) -> None:
+    twins = TwinWatch(membership)
+    for number in range(100):
+        info = replace(INFO, worker_id=f"decode-{number}")
+        membership.join(replace(info, incarnation="two"))
+        twins.note(info, WorkerState.READY)
+        clock.now += 100
+        membership.expire(silent_s=5, forget_s=60)
+    assert len(twins._former) == 1

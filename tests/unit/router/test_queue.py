@@ -18,7 +18,7 @@ from router.admission.limiter import LocalLimiter, Permit
 from router.admission.placement import MeshSnapshot, Placement
 from router.admission.queue import PlacementQueue
 from router.admission.roster import InFlight
-from router.tenants import Priority
+from router.tenants import Priority, Tenant
 from router.workers.membership import WorkerView
 from tests.fakes.router_views import decode, prefill, query, snapshot
 
@@ -41,6 +41,14 @@ async def test_permits_are_exact(steps: list[tuple[bool, int]]) -> None:
             permit.release()
             permit.release()
         assert permits.num_held == len(held) <= 6
+
+
+async def test_tenants_are_forgotten_with_their_last_permit() -> None:
+    permits = LocalLimiter(6)
+    for number in range(100):
+        [permit] = await permits.acquire(1, Tenant(f"tenant-{number}"))
+        permit.release()
+    assert not permits._held_by
 
 
 class FakeMesh:

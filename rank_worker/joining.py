@@ -73,8 +73,10 @@ async def serve(settings: RankSettings) -> None:
         joining = asyncio.create_task(_dial(settings))
         await asyncio.wait([stopped, joining], return_when=asyncio.FIRST_COMPLETED)
         if not joining.done():
+            if (error := stopped.exception()) is not None:
+                log.critical("unexpected error, exiting", exc_info=error)
             flush_outputs()
-            os._exit(0)  # a thread may be downloading the model
+            os._exit(0 if error is None else 1)  # a thread may be downloading the model
         group = joining.result()
         announce("joined", rank=settings.rank)
         joined = JoinedRank(group, settings)
@@ -194,6 +196,8 @@ class JoinedRank:
         threading.Thread(target=self._run, name="rank", daemon=True).start()
         ends: list[asyncio.Future[Any]] = [reading, self._failed]
         await asyncio.wait([*ends, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if stopped.done() and isinstance(error := stopped.exception(), Exception):
+            return await self._fail(error, reading)
         if stopped.done() and not self._is_ready:
             return 0  # the leader serves nobody yet
         if stopped.done() and not reading.done():

@@ -159,10 +159,12 @@ class RankKV:
         return rank_pb2.KvReport()
 
     async def _collect(self, number: int) -> rank_pb2.KvReport:
+        if (expected := self._expected.get(number)) is None:
+            raise TransferFailed(f"order {number} brings no transfer here")
         try:
-            first_token_id = await self._expected[number].outcome
+            first_token_id = await expected.outcome
         finally:
-            del self._expected[number]
+            self._expected.pop(number, None)  # it may be collected twice
         return rank_pb2.KvReport(first_token=SampledToken(id=first_token_id))
 
     def _on_committed(self, transfer_id: str, first_token_id: int) -> None:

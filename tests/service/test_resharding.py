@@ -291,3 +291,11 @@ async def test_a_decode_worker_that_a_rank_cannot_reach_is_named() -> None:
         with pytest.raises(LayoutMismatch, match=r"rank at 10\.0\.0\.2 sends its KV by itself and cannot reach .*127"):
             running.sender.receivers(running.endpoints[0].address, ())
         assert running.sender.receivers("10.0.0.1:5", ()) == (KVEndpoint("10.0.0.1:5", LAYOUT.whole),)
+
+
+async def test_kv_that_a_rank_does_not_expect_is_refused() -> None:
+    """It may have refused the order to expect it, with the reason."""
+    rank = Rank(FakeKVStore(LAYOUT))
+    with pytest.raises(TransferFailed, match="order 7 brings no transfer here"):
+        await asyncio.wrap_future(rank.ask(rank_pb2.KvOrder(collect=rank_pb2.KvCollect(expect=7))))
+    rank.require_idle()

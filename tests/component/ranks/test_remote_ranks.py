@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -81,6 +82,7 @@ class RankProcess:
         self.process = subprocess.Popen(
             [*command, "--model", str(model_dir), "--num-threads", "1", *flags],
             env=os.environ | {"TANDEM_MESH_KEY": KEY},
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -321,6 +323,31 @@ def test_a_rank_that_is_asked_to_stop_lets_the_worker_drain(checkpoint: Checkpoi
         rank.process.send_signal(signal.SIGTERM)
         assert worker.wait(LOAD_S) == 0
         assert rank.end()[0] == 0
+
+
+def test_a_rank_that_cannot_follow_its_stdin_does_not_end_in_order(checkpoint: Checkpoint) -> None:
+    with rank_processes(1, checkpoint("llama"), 2, "--follow-stdin") as (rank,):
+        status, log = rank.end()
+        assert (status, "PermissionError" in log) == (1, True), log
+
+
+async def test_a_joined_rank_whose_wait_for_a_stop_fails_tells_its_leader(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = threading.Event()
+    monkeypatch.setattr(joining, "OwnMemoryRank", lambda *_: loading.wait())
+
+    async def fail() -> None:
+        raise PermissionError("stdin cannot be followed")
+
+    async with gathering(checkpoint("llama")) as (ranks, gathered):
+        rank = rank_settings(ranks.port, checkpoint("llama"))
+        joined = joining.JoinedRank(await joining._dial(rank), rank)
+        await gathered
+        status = await asyncio.wait_for(joined.serve(asyncio.create_task(fail())), LIMIT_S)
+        loading.set()
+        assert status == 1
+        assert "PermissionError: stdin cannot be followed" in str(ranks._lost)
 
 
 def rank_settings(port: int, model_dir: Path, **changes: Any) -> RankSettings:

@@ -225,6 +225,8 @@ def test_a_refusal_is_logged_once_and_old_ones_are_forgotten() -> None:
     with capture_logs() as logs:
         for number in range(3000):
             for _ in range(2):
-                agent._note_refusal(agent._signer.sign_refusal(INFO.incarnation, f"layouts differ from decode-{number}"))
+                agent._note_refusal(
+                    agent._signer.sign_refusal(INFO.incarnation, f"layouts differ from decode-{number}")
+                )
     assert len(logs) == 3000
     assert len(agent._refusals._buckets) <= 1000

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager

@@ -2,8 +2,8 @@
 
 Pure, no I/O: `receiver.py` moves the bytes.
 
-A prefill and a decode worker whose KV lies in several processes move it from process to process: a shard is
-the rectangle of layers and heads that one conversation brings. It may come from any sender, as long as it overlaps no
+A prefill and a decode worker whose KV lies in several processes move it from process to process: a shard is the
+rectangle of layers and heads that one conversation brings. It may come from any sender, as long as it overlaps no
 other. The transfer is committed once the shards that are committed tile the whole. If one fails, all fail, and the
 transfer has failed once none of them is written any more.
 
@@ -36,9 +36,7 @@ class ExpectedTransfer:
 
 
 class TransferChecks:
-    """Checks each message about one shard of a transfer, the KV of `span`, and counts the chunks that have
-    arrived.
-    """
+    """Checks each message about one shard of a transfer, the KV of `span`, and counts the chunks that have arrived."""
 
     def __init__(self, expected: ExpectedTransfer, layout: KVLayout, span: KVSpan) -> None:
         num_blocks = len(expected.block_ids)

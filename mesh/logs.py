@@ -1,8 +1,8 @@
 """Structured logs of every service, from structlog and from the standard library's logging.
 
 Writing a log line never blocks or fails (see `line_writer.py`). Warnings and errors of one cause are limited to about
-one a second; lower levels are not limited. Tracebacks omit local variables, which may hold prompts
-and keys. Credentials in log lines are masked.
+one a second; lower levels are not limited. Tracebacks omit local variables, which may hold prompts and keys.
+Credentials in log lines are masked.
 """
 
 import atexit

@@ -214,9 +214,9 @@ class PrefillService:
             prompt = final.prompt
             if self._prompts.get(prompt.sequence.key) is not prompt:
                 continue
-            if prompt.transfer is None and prompt.started.done():
-                continue  # the call has failed, or is being cancelled
             if prompt.transfer is None:
+                if prompt.started.done():
+                    continue  # the call has failed, or is being cancelled
                 try:
                     prompt.transfer = prompt.context.run(self._open_transfer, prompt, final.block_table)
                 except Exception as error:  # must end this prompt only

@@ -321,8 +321,7 @@ def _note_placed(timeline: Timeline, placement: Placement) -> None:
 class ConversationHomes:
     """The decode worker that each conversation used last, for the latest ones of one model at this router."""
 
-    def __init__(self, max_conversations: int = _MAX_CONVERSATIONS) -> None:
-        self._max_conversations = max_conversations
+    def __init__(self) -> None:
         self._incarnations: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def find(self, spec: SequenceSpec) -> str:
@@ -333,7 +332,7 @@ class ConversationHomes:
         if spec.cache_hints.session_id:
             self._incarnations[_conversation_of(spec)] = incarnation
             self._incarnations.move_to_end(_conversation_of(spec))
-            if len(self._incarnations) > self._max_conversations:
+            if len(self._incarnations) > _MAX_CONVERSATIONS:
                 self._incarnations.popitem(last=False)
 
 

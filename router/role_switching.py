@@ -2,7 +2,7 @@
 
     one more worker of a role is advised, and not of both ── for `after_s`
         ─▶ no worker has come or gone ── for `pause_s`, which a switch begins anew
-        ─▶ the other role keeps a worker, and the others of it would be in use no more than `max_used`
+        ─▶ the other role keeps a worker, and the others of it would be in use no more than MAX_USED
         ─▶ of its workers that can switch, the one with the least work does
 
 Workers that come and go are seen by every router, so the pause holds whichever of them decides. `decide` is pure.
@@ -23,17 +23,16 @@ from router.workers.mesh_view import MeshView
 log = structlog.get_logger(__name__)
 
 _LOOK_S = 5.0
+MAX_USED = 0.7
+"""Of a role that gives a worker away, the largest share that may be in use of the workers that stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchLimits:
-    """Advice is followed after it has stood for `after_s`, if no worker has come or gone for `pause_s`, and if at most
-    the share `max_used` of the workers that stay is in use.
-    """
+    """Advice is followed after it has stood for `after_s`, if no worker has come or gone for `pause_s`."""
 
     after_s: float
     pause_s: float
-    max_used: float = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def decide(figures: Figures, limits: SwitchLimits) -> Switch | str:
         return f"no {other(role).value} worker can switch"
     if len(giving) < 2:
         return f"{giving[0].worker_id} is the last {other(role).value} worker"
-    if used_without_one(figures, other(role)) > limits.max_used:
+    if used_without_one(figures, other(role)) > MAX_USED:
         return f"the {other(role).value} workers have too much work to be one less"
     if figures.wanted_s < limits.after_s:
         return "the advice is new"

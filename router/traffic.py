@@ -246,7 +246,7 @@ def conversation_key(prompt: Prompt | None, tenant: str) -> bytes:
 
 
 def _cost(key: bytes, model: str, weight: float) -> float:
-    """An exponential random number with the rate `weight`: the smallest is that of a model with probability
+    """An exponential random number with the rate `weight`. Of several models, one has the smallest with the probability
     weight / total."""
     digest = blake2b(model.encode(), key=key, digest_size=_HASH_BYTES).digest()
     uniform = (int.from_bytes(digest) + 0.5) / 2 ** (8 * _HASH_BYTES)

@@ -59,8 +59,8 @@ class StructureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The form of a text: `source` is a JSON schema, a regular expression or a Lark grammar; `choices` lists
-    the texts of a choice. The kind JSON_OBJECT needs neither.
+    """The form of a text: `source` is a JSON schema, a regular expression or a Lark grammar; `choices` lists the texts
+    of a choice. The kind JSON_OBJECT needs neither.
     """
 
     kind: StructureKind
@@ -335,9 +335,9 @@ class SequenceSpec:
     `token_ids` holds the prompt (`num_prompt_tokens` tokens, with the decoder's start tokens of an encoder-decoder
     model), then the tokens that earlier attempts generated; so a replay is simply another SequenceSpec.
     `sampling.max_new_tokens` and `sampling.seed` are always set, stop strings never. `traceparent` is the W3C trace
-    context, empty without tracing.
-    `forks` start on the same decode worker as soon as the prompt's KV is complete. `adapter` is the digest of the LoRA
-    adapter to use, empty for the base model. `cache_hints`: what the client says about the KV afterwards.
+    context, empty without tracing. `forks` start on the same decode worker as soon as the prompt's KV is complete.
+    `adapter` is the digest of the LoRA adapter to use, empty for the base model. `cache_hints`: what the client says
+    about the KV afterwards.
     """
 
     request_id: str

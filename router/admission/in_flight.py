@@ -212,10 +212,11 @@ class InFlightTable:
     def reported(self, view: WorkerView) -> None:
         """A worker has reported: the report includes what it had confirmed before."""
         waiting = self._unreported.get(view.info.incarnation, {})
-        for claim in [claim for claim in waiting if _is_included(claim, view.last_seen_s)]:
-            claim.is_reported = True
-            self._forget_unreported(claim)
-            self.recount(claim)
+        for claim in list(waiting):
+            if claim.confirmed_at_s is not None and view.last_seen_s > claim.confirmed_at_s + _REPORT_DELAY_S:
+                claim.is_reported = True
+                self._forget_unreported(claim)
+                self.recount(claim)
 
     def recount(self, claim: CapacityClaim) -> None:
         """Bring the sums of its workers up to date. Only a claim that has changed calls this."""
@@ -253,10 +254,6 @@ def _shares(claim: CapacityClaim) -> dict[str, InFlight]:
         short_tokens = claim.prefill_tokens if is_short else 0
         shares[prefill.incarnation] = InFlight(1, blocks, 0, claim.prefill_tokens, short_tokens)
     return shares
-
-
-def _is_included(claim: CapacityClaim, last_seen_s: float) -> bool:
-    return claim.confirmed_at_s is not None and last_seen_s > claim.confirmed_at_s + _REPORT_DELAY_S
 
 
 def _ignore(info: WorkerInfo) -> None:

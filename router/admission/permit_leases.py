@@ -134,7 +134,7 @@ class LeaseTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class PermitRequest:
     """`count` permits to take."""
 
     tenant: str
@@ -144,9 +144,9 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """The answer to a Take. A refusal is `by_tenant` for the tenant's own cap, with `num_held` permits held, those of
-    all routers if `is_total`."""
+class PermitReply:
+    """A refusal is `by_tenant` for the tenant's own cap, with `num_held` permits held, those of all routers if
+    `is_total`."""
 
     granted: bool
     by_tenant: bool
@@ -155,7 +155,7 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PermitTotals:
     """Routers seen, permits leased by all of them, and whether some of either may be missing. `was_missing`: this
     router's own counts were, and those of its tenants must be told anew."""
 
@@ -181,10 +181,10 @@ class PermitStore:
         num_routers: int,
         held: int,
         by_tenant: Mapping[str, int],
-        takes: Sequence[Take] = (),
+        requests: Sequence[PermitRequest] = (),
         *,
         allowance: int = 0,
-    ) -> tuple[Known, list[Taken]]:
+    ) -> tuple[PermitTotals, list[PermitReply]]:
         """Renew the router's lease, write the permits that it holds, and take more.
 
         `num_routers` is the last known number of routers; `by_tenant` has the permits of tenants whose count has
@@ -196,16 +196,18 @@ class PermitStore:
         args: list[str | int] = [*head, self._answered, self._round, held, len(by_tenant)]
         for tenant, count in by_tenant.items():
             args += (tenant, count)
-        for take in takes:
-            tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
-            args += (take.tenant, tenant_cap, take.cap, allowance, take.count)
+        for request in requests:
+            tenant_cap = -1 if request.tenant_cap is None else request.tenant_cap
+            args += (request.tenant, tenant_cap, request.cap, allowance, request.count)
         answer = await redis.eval(_EXCHANGE, 4, *self._keys(redis, "routers", "held", "rounds", "settling"), *args)
         if not answer:
             raise ResponseError("permits were refused: this router has told newer counts")
         self._answered = self._round
         num_routers, settling, num_leased, was_missing, *replies = answer
-        known = Known(int(num_routers), int(num_leased), bool(settling), bool(was_missing))
-        return known, [Taken(bool(yes), bool(mine), int(number), not part) for yes, mine, number, part in replies]
+        totals = PermitTotals(int(num_routers), int(num_leased), bool(settling), bool(was_missing))
+        return totals, [
+            PermitReply(bool(yes), bool(mine), int(number), not part) for yes, mine, number, part in replies
+        ]
 
     async def leave(self, redis: Redis) -> None:
         """Remove the router and all that it holds."""

@@ -160,20 +160,17 @@ class PlacementQueue:
         if waiter.claim.done():
             return
         # The head is never refused: only placed requests can correct a forecast that is too pessimistic.
-        late_s = 0.0 if expected_s is None else loop.time() + expected_s - entry.worthless_after_s
-        if expected_s is not None and late_s > 0 and num_ahead:
-            self._leave(waiter)
-            raise Overloaded(
-                f"the first token is expected in {expected_s:.1f} s, which is too late; try again later",
-                retry_after_s=retry_after_s(late_s),
-            )
+        if expected_s is not None and num_ahead:
+            late_s = loop.time() + expected_s - entry.worthless_after_s
+            if late_s > 0:
+                self._leave(waiter)
+                raise Overloaded(
+                    f"the first token is expected in {expected_s:.1f} s, which is too late; try again later",
+                    retry_after_s=retry_after_s(late_s),
+                )
         if entry.first_token_by_s is not None:
             lead_s = self._forecast.first_token.expected_s(waiter.query.num_tokens)
             waiter.timer = loop.call_at(entry.first_token_by_s - lead_s, self._expire, waiter)
-
-    def _expected_s(self, waiter: _Waiter) -> float | None:
-        """Seconds until the first token if the request were enqueued now; None if unknown."""
-        return self._forecast.first_token_s(self._num_tokens_ahead(waiter), waiter.query.num_tokens)
 
     def _num_tokens_ahead(self, waiter: _Waiter) -> int:
         """Tokens of the prompts ahead that are of the same kind, short or long: the other kind does not delay it."""
@@ -198,8 +195,8 @@ class PlacementQueue:
         """Fail a waiter whose first token can no longer come in time."""
         if self._leave(waiter) and not waiter.claim.done():
             message = "the first token cannot come within ttft_target any more; try again later"
-            error = Overloaded(message, retry_after_s=retry_after_s(self._expected_s(waiter)))
-            waiter.claim.set_exception(error)
+            expected_s = self._forecast.first_token_s(self._num_tokens_ahead(waiter), waiter.query.num_tokens)
+            waiter.claim.set_exception(Overloaded(message, retry_after_s=retry_after_s(expected_s)))
 
     def _forget(self, waiter: _Waiter) -> None:
         """Clean up for a cancelled caller: leave the queue, or release a claim that came too late."""

@@ -32,7 +32,7 @@ from redis.asyncio import Redis
 from mesh.redis_connection import FAILURES, cause_of, open_redis
 from mesh.tasks import require_not_cancelled, set_within
 from router.admission.limiter import Permit, overloaded
-from router.admission.permit_leases import LeaseTimes, PermitStore, Take, Taken
+from router.admission.permit_leases import LeaseTimes, PermitReply, PermitRequest, PermitStore
 from router.tenants import ANONYMOUS, Tenant
 
 log = structlog.get_logger(__name__)
@@ -40,15 +40,15 @@ log = structlog.get_logger(__name__)
 # A Redis that hangs delays the first requests by this much; from then on it counts as unavailable.
 _PATIENCE_S = 0.25
 _LEAVE_S = 1.0
-_MAX_TAKES = 256
+_MAX_REQUESTS = 256
 
 
 @dataclass(eq=False, slots=True)
-class _Ask:
+class _Waiter:
     """A waiting request for permits. The reply is None if Redis is unavailable."""
 
-    take: Take
-    reply: asyncio.Future[Taken | None]
+    request: PermitRequest
+    reply: asyncio.Future[PermitReply | None]
 
 
 class _Holdings:
@@ -98,7 +98,7 @@ class SharedLimiter:
         self._times = times or LeaseTimes()
         self._store = PermitStore(router_id, self._times, model)
         self._holdings = _Holdings()
-        self._asks: list[_Ask] = []
+        self._waiters: list[_Waiter] = []
         self._wake = asyncio.Event()
         self._num_routers = 1
         self._allowance = 0
@@ -119,27 +119,27 @@ class SharedLimiter:
         return self._cap
 
     async def acquire(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list[Permit]:
-        take = Take(tenant.name, tenant.max_concurrent_requests, self._cap if cap is None else cap, count)
-        self._require_capacity(take, share_of=1)
-        reply: Taken | None = None
+        request = PermitRequest(tenant.name, tenant.max_concurrent_requests, self._cap if cap is None else cap, count)
+        self._require_capacity(request, share_of=1)
+        reply: PermitReply | None = None
         if self.connected.is_set():
-            ask = _Ask(take, asyncio.get_running_loop().create_future())
-            self._asks.append(ask)
+            waiter = _Waiter(request, asyncio.get_running_loop().create_future())
+            self._waiters.append(waiter)
             self._wake.set()
             try:
-                reply = await ask.reply
+                reply = await waiter.reply
             except asyncio.CancelledError:
-                if not ask.reply.cancelled() and (answer := ask.reply.result()) is not None and answer.granted:
-                    self._give_back(take)
+                if not waiter.reply.cancelled() and (answer := waiter.reply.result()) is not None and answer.granted:
+                    self._give_back(request)
                 raise
         if reply is None:
-            self._require_capacity(take, share_of=self._num_routers)
-            self._holdings.untold.add(take.tenant)
-            self._holdings.add(take.tenant, count)
+            self._require_capacity(request, share_of=self._num_routers)
+            self._holdings.untold.add(request.tenant)
+            self._holdings.add(request.tenant, count)
         elif not reply.granted:
-            cap_reached = take.tenant_cap if reply.by_tenant and take.tenant_cap is not None else take.cap
+            cap_reached = request.tenant_cap if reply.by_tenant and request.tenant_cap is not None else request.cap
             raise overloaded(reply.num_held, cap_reached, of_tenant=reply.by_tenant)
-        return [Permit(partial(self.release, take.tenant)) for _ in range(count)]
+        return [Permit(partial(self.release, request.tenant)) for _ in range(count)]
 
     def release(self, tenant: str = "") -> None:
         """Release one of the tenant's permits."""
@@ -171,58 +171,58 @@ class SharedLimiter:
             log.warning("permits stay leased until they expire", error=cause_of(error))
 
     async def _wait(self, renew_at_s: float) -> None:
-        if not self._asks:
+        if not self._waiters:
             await set_within(self._wake, max(0.0, renew_at_s - time.monotonic()))
         self._wake.clear()
 
     async def _round_trip(self, redis: Redis, *, renew: bool) -> None:
-        asks, self._asks = self._asks[:_MAX_TAKES], self._asks[_MAX_TAKES:]
-        asks = [ask for ask in asks if not ask.reply.done()]
-        if not (renew or asks or self._holdings.untold):
+        waiters, self._waiters = self._waiters[:_MAX_REQUESTS], self._waiters[_MAX_REQUESTS:]
+        waiters = [waiter for waiter in waiters if not waiter.reply.done()]
+        if not (renew or waiters or self._holdings.untold):
             return
         # Redis must know of these tenants all that counts for their caps.
-        by_tenant = self._holdings.tell(ask.take.tenant for ask in asks)
-        takes, num_held = [ask.take for ask in asks], self._holdings.num_held
+        by_tenant = self._holdings.tell(waiter.request.tenant for waiter in waiters)
+        requests, num_held = [waiter.request for waiter in waiters], self._holdings.num_held
         try:
-            known, answers = await self._store.exchange(
-                redis, self._num_routers, num_held, by_tenant, takes, allowance=self._allowance
+            totals, replies = await self._store.exchange(
+                redis, self._num_routers, num_held, by_tenant, requests, allowance=self._allowance
             )
         except FAILURES as error:
             # Redis may have written these, and granted what was asked for, without our receiving the answer.
             self._holdings.untold.update(by_tenant)
-            self._note_disconnected(asks, error)
+            self._note_disconnected(waiters, error)
             # The address may lead elsewhere by now: a server that has become a replica keeps its connections.
             with contextlib.suppress(*FAILURES):
                 await redis.connection_pool.disconnect()
             return
         except BaseException:
-            self._note_disconnected(asks)
+            self._note_disconnected(waiters)
             raise
-        if known.was_missing:
+        if totals.was_missing:
             self._holdings.untold.update(self._holdings.held)
         # While counts are being written anew, routers missing from the count may only be late.
-        self._num_routers = max(1, known.num_routers, self._num_routers if known.settling else 0)
-        if not known.settling:
-            self._note_total(known.num_leased)
+        self._num_routers = max(1, totals.num_routers, self._num_routers if totals.settling else 0)
+        if not totals.settling:
+            self._note_total(totals.num_leased)
         self._note_connected()
         if self._holdings.untold:
             self._wake.set()  # a permit was released meanwhile, or Redis has lost the counts of tenants
-        for ask, taken in zip(asks, answers, strict=True):
-            self._answer(ask, taken)
-            if taken.is_total:
-                self._note_total(taken.num_held)
+        for waiter, reply in zip(waiters, replies, strict=True):
+            self._answer(waiter, reply)
+            if reply.is_total:
+                self._note_total(reply.num_held)
 
-    def _answer(self, ask: _Ask, taken: Taken) -> None:
-        if taken.granted:
-            self._holdings.add(ask.take.tenant, ask.take.count)
-        if not ask.reply.done():
-            ask.reply.set_result(taken)
-        elif taken.granted:  # the caller was cancelled
-            self._give_back(ask.take)
+    def _answer(self, waiter: _Waiter, reply: PermitReply) -> None:
+        if reply.granted:
+            self._holdings.add(waiter.request.tenant, waiter.request.count)
+        if not waiter.reply.done():
+            waiter.reply.set_result(reply)
+        elif reply.granted:  # the caller was cancelled
+            self._give_back(waiter.request)
 
-    def _give_back(self, take: Take) -> None:
-        for _ in range(take.count):
-            self.release(take.tenant)
+    def _give_back(self, request: PermitRequest) -> None:
+        for _ in range(request.count):
+            self.release(request.tenant)
 
     def _note_total(self, num_leased: int) -> None:
         """Update the allowance: all routers together hold this many permits."""
@@ -235,21 +235,21 @@ class SharedLimiter:
             self.connected.set()
             log.info("permits are shared", routers=self._num_routers, cap=self._cap)
 
-    def _note_disconnected(self, asks: list[_Ask], error: BaseException | None = None) -> None:
+    def _note_disconnected(self, waiters: list[_Waiter], error: BaseException | None = None) -> None:
         """Redis is unavailable: answer waiting requests by this router's share."""
-        waiting, self._asks = [*asks, *self._asks], []
+        waiters, self._waiters = [*waiters, *self._waiters], []
         if self.connected.is_set() and error is not None:
             log.warning("redis is away", what="permits", share=self.share, error=cause_of(error))
         self.connected.clear()
-        for ask in waiting:
-            if not ask.reply.done():
-                ask.reply.set_result(None)
+        for waiter in waiters:
+            if not waiter.reply.done():
+                waiter.reply.set_result(None)
 
-    def _require_capacity(self, take: Take, *, share_of: int) -> None:
+    def _require_capacity(self, request: PermitRequest, *, share_of: int) -> None:
         """Raise Overloaded if this router alone reaches a cap divided by `share_of`."""
-        count, tenant_cap = take.count, take.tenant_cap
-        held_by_tenant = self._holdings.held[take.tenant]
+        count, tenant_cap = request.count, request.tenant_cap
+        held_by_tenant = self._holdings.held[request.tenant]
         if tenant_cap is not None and held_by_tenant + count > max(1, tenant_cap // share_of):
             raise overloaded(held_by_tenant, tenant_cap, of_tenant=True)
-        if self.num_held + count > max(1, take.cap // share_of):
-            raise overloaded(self.num_held, take.cap)
+        if self.num_held + count > max(1, request.cap // share_of):
+            raise overloaded(self.num_held, request.cap)

@@ -5,7 +5,7 @@ capacity and load, and nothing of the mesh's own protocol.
 """
 
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
 
@@ -25,11 +25,10 @@ from router.api.generation_servicer import timing_to_proto
 from router.history import History, Point
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
-from router.tenants import CallerDirectory
+from router.tenants import CallerDirectory, Tenant
 from router.timeline import AttemptWorkers
 from router.traffic import RoutedRequests, Traffic
 from router.workers.connections import WorkerControl
-from router.workers.membership import WorkerView
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -81,7 +80,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         self, request: mesh_pb2.ListWorkersRequest, context: grpc.aio.ServicerContext
     ) -> mesh_pb2.ListWorkersResponse:
         """List all known workers, recent incidents, and recent and running requests."""
-        self._callers.tenant_of(context.invocation_metadata()).require_operator()
+        self._operator(context)
         models, journal = self._models, self._journal
         traffic = {name: shares for name, shares in self._traffic.table.shares.items() if shares}
         return mesh_pb2.ListWorkersResponse(
@@ -104,7 +103,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         self, request: mesh_pb2.GetHistoryRequest, context: grpc.aio.ServicerContext
     ) -> mesh_pb2.GetHistoryResponse:
         """Return what this router has done over time."""
-        self._callers.tenant_of(context.invocation_metadata()).require_operator()
+        self._operator(context)
         span_s = duration_from_proto(request.span) if request.HasField("span") else math.inf
         return mesh_pb2.GetHistoryResponse(points=map(self._point, self._history.points(span_s)))
 
@@ -112,8 +111,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         self, request: mesh_pb2.SetDrainingRequest, context: grpc.aio.ServicerContext
     ) -> mesh_pb2.SetDrainingResponse:
         """Take a worker out of service, or back into it."""
-        tenant = self._callers.tenant_of(context.invocation_metadata())
-        tenant.require_operator()
+        tenant = self._operator(context)
         await self._control.set_draining(request.worker_id, draining=request.draining)
         log.warning(
             "an operator changes a worker", operator=tenant.name, worker=request.worker_id, draining=request.draining
@@ -124,8 +122,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         self, request: mesh_pb2.SwitchRoleRequest, context: grpc.aio.ServicerContext
     ) -> mesh_pb2.SwitchRoleResponse:
         """Give a worker another role."""
-        tenant = self._callers.tenant_of(context.invocation_metadata())
-        tenant.require_operator()
+        tenant = self._operator(context)
         role = _role_from_proto(request.role)
         await self._control.switch_role(request.worker_id, role)
         log.warning("an operator changes a role", operator=tenant.name, worker=request.worker_id, next_role=role.value)
@@ -135,14 +132,19 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         self, request: mesh_pb2.SetTrafficRequest, context: grpc.aio.ServicerContext
     ) -> mesh_pb2.SetTrafficResponse:
         """Share out the requests for a name among revisions."""
-        tenant = self._callers.tenant_of(context.invocation_metadata())
-        tenant.require_operator()
+        tenant = self._operator(context)
         name, shares = request.traffic.name, dict(request.traffic.shares)
         self._require_no_adapter(name, shares)
         self._traffic.share_out(name, shares)
         log.warning("an operator changes the traffic", operator=tenant.name, model=name, shares=shares)
         await self._tell_traffic()
         return mesh_pb2.SetTrafficResponse()
+
+    def _operator(self, context: grpc.aio.ServicerContext) -> Tenant:
+        """Return the caller. Raises PermissionDenied if it is no operator."""
+        tenant = self._callers.tenant_of(context.invocation_metadata())
+        tenant.require_operator()
+        return tenant
 
     def _require_no_adapter(self, name: str, shares: Mapping[str, float]) -> None:
         """Raise InvalidRequest if requests that ask for an adapter by `name` would get models without it."""
@@ -173,40 +175,23 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         first = next((shortage for shortage in shortages if shortage is not None), None)
         return _SHORTAGES.get(first, mesh_pb2.SHORTAGE_UNSPECIFIED)
 
-    def _workers(self, model: ModelRouter) -> list[mesh_pb2.WorkerStatus]:
-        views, serving = model.mesh.views(), model.mesh.serving()
-        in_flight, transfers = model.in_flight.by_worker(), model.in_flight.transfers()
-        return [
-            self._worker(
-                view,
-                in_flight.get(view.info.incarnation, InFlight()),
-                serving,
-                transfers.get(view.info.incarnation, Transfers(0, 0)),
+    def _workers(self, model: ModelRouter) -> Iterator[mesh_pb2.WorkerStatus]:
+        serving, in_flight = model.mesh.serving(), model.in_flight.by_worker()
+        all_transfers = model.in_flight.transfers()
+        for view in model.mesh.views():
+            incarnation = view.info.incarnation
+            transfers = all_transfers.get(incarnation, Transfers(0, 0))
+            yield mesh_pb2.WorkerStatus(
+                record=_record_to_proto(view.info),
+                load=mesh_pb2.WorkerLoad(**asdict(view.load)),
+                state=_STATES[view.state],
+                last_seen=duration_to_proto(self._age_s(view.last_seen_s)),
+                serving=incarnation in serving,
+                open_transfers=transfers.num_open,
+                transferred_bytes=transfers.num_bytes,
+                prefilling_tokens=in_flight.get(incarnation, InFlight()).prefill_tokens,
                 canary_error=model.health.canary_error(view.info),
             )
-            for view in views
-        ]
-
-    def _worker(
-        self,
-        view: WorkerView,
-        in_flight: InFlight,
-        serving: frozenset[str],
-        transfers: Transfers,
-        *,
-        canary_error: str,
-    ) -> mesh_pb2.WorkerStatus:
-        return mesh_pb2.WorkerStatus(
-            record=_record_to_proto(view.info),
-            load=mesh_pb2.WorkerLoad(**asdict(view.load)),
-            state=_STATES[view.state],
-            last_seen=duration_to_proto(self._age_s(view.last_seen_s)),
-            serving=view.info.incarnation in serving,
-            open_transfers=transfers.num_open,
-            transferred_bytes=transfers.num_bytes,
-            prefilling_tokens=in_flight.prefill_tokens,
-            canary_error=canary_error,
-        )
 
     def _incident(self, incident: Incident) -> mesh_pb2.Incident:
         return mesh_pb2.Incident(

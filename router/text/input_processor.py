@@ -159,7 +159,8 @@ class PromptEncoder:
         """Return the spellings of short words in ids: at the beginning of a text, and after a space."""
         spellings: dict[tuple[int, ...], None] = {}
         for word in words:
-            alone, behind = (tuple(self._plain_ids(before + word.lstrip())) for before in ("", " "))
+            texts = (word.lstrip(), " " + word.lstrip())
+            alone, behind = (tuple(self._model.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
             spellings[alone] = None
             if behind[-len(alone) :] != alone:  # otherwise the first spelling covers the second
                 spellings[behind] = None
@@ -172,9 +173,6 @@ class PromptEncoder:
     def close(self) -> None:
         for thread in (self._rendering, self._short, self._long):
             thread.close()
-
-    def _plain_ids(self, text: str) -> list[int]:
-        return self._model.tokenizer.encode(text, add_special_tokens=False)
 
     async def _run(self, call: Callable[[], T], num_tokens: int) -> T:
         """Run `call` for a request that is already in service: it waits for its turn and is never refused."""

@@ -10,6 +10,7 @@ The stream has no deadline and lives as long as the worker; keepalive and the re
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -139,12 +140,12 @@ class DecodeLink:
             self.is_up = False
             writing.cancel()
             await responses.aclose()
-            is_lost = not self.has_ended
-            self._fail_all(
-                WorkerLost("the decode worker is lost")
-                if is_lost
-                else WorkerDraining("the decode worker takes no work")
-            )
+            listeners, self._listeners = self._listeners, {}
+            for listener in listeners.values():
+                if self.has_ended:
+                    listener.on_failed(WorkerDraining("the decode worker takes no work"))
+                else:
+                    listener.on_failed(WorkerLost("the decode worker is lost"))
 
     def start(
         self,
@@ -212,11 +213,6 @@ class DecodeLink:
             del self._listeners[output.key]
         listener.on_output(output)
 
-    def _fail_all(self, error: MeshError) -> None:
-        listeners, self._listeners = self._listeners, {}
-        for listener in listeners.values():
-            listener.on_failed(error)
-
 
 def _error_of(failed: decode_pb2.SequenceFailed) -> MeshError:
     reason = wire.failure_from_proto(failed.reason)
@@ -239,7 +235,7 @@ class DecodeLinks:
         self._on_change = on_change
         self._links: dict[str, DecodeLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._num_failures: dict[str, int] = {}  # breaks in a row, by incarnation
+        self._num_failures: Counter[str] = Counter()  # breaks in a row, by incarnation
         self._turns = asyncio.Semaphore(_MAX_OPENING)  # taken in the order of requests
 
     def find(self, info: WorkerInfo) -> DecodeLink | None:
@@ -278,7 +274,8 @@ class DecodeLinks:
     async def _keep(self, info: WorkerInfo) -> None:
         """Keep one link open. If it breaks, the worker counts as lost until its next heartbeat. One that has ended it
         tells the registry what becomes of it."""
-        await asyncio.sleep(self._retry_delay_s(info.incarnation))
+        num_failures = self._num_failures[info.incarnation]
+        await asyncio.sleep(backoff_s(num_failures, first_s=_FIRST_RETRY_S, max_s=_MAX_RETRY_S))
         async with self._turn() as end_turn:
             link = DecodeLink(info, self._channels.get(info), self._identity)
             self._links[info.incarnation] = link
@@ -324,11 +321,7 @@ class DecodeLinks:
         if self._tasks.get(info.incarnation) is not asyncio.current_task():
             return  # reconcile has already replaced this task
         del self._tasks[info.incarnation]
-        self._num_failures[info.incarnation] = self._num_failures.get(info.incarnation, 0) + 1
+        self._num_failures[info.incarnation] += 1
         if is_lost:
             self._membership.lose(info)
         self._on_change()
-
-    def _retry_delay_s(self, incarnation: str) -> float:
-        num_failures = self._num_failures.get(incarnation, 0)
-        return backoff_s(num_failures, first_s=_FIRST_RETRY_S, max_s=_MAX_RETRY_S)

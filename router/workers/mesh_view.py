@@ -114,9 +114,7 @@ class MeshView:
 
     def to_abandon(self) -> list[WorkerInfo]:
         """Stalled workers whose requests should move. Empty if no other worker can serve: the stall may end."""
-        views = self.views()
-        stalled = [view.info for view in views if view.state is WorkerState.STALLED]
-        return stalled if stalled and self.has_path else []
+        return [view.info for view in self.views() if view.state is WorkerState.STALLED] if self.has_path else []
 
     def adapters(self) -> dict[str, str]:
         """Digests of the LoRA adapters of decode workers, by name.

@@ -44,8 +44,8 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     """The ranks of `degrees` but the first. Implements engine.ranks.remote_messages.RemoteRanks.
 
     The constructor binds the port. `on_leaving` is called on a thread once a rank has been asked to stop, `on_progress`
-    when the loading of one makes progress. `local`: the
-    processes of ranks on this machine, which are started here once it listens; others start by themselves.
+    when the loading of one makes progress. `local`: the processes of ranks on this machine, which are started here once
+    it listens; others start by themselves.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         if self._has_ended or self._links.get(link.rank) is not link:
             link.end()
             return
-        error = link.error or self._loss(link)
+        error = link.error or self._loss(link)  # may wait for the rank's process to end, so without the lock
         with self._changed:
             if self._has_ended or self._links.get(link.rank) is not link:
                 link.end()

@@ -9,7 +9,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from mesh.domain.errors import Overloaded
-from router.admission.permit_leases import LeaseTimes, PermitStore, Take
+from router.admission.permit_leases import LeaseTimes, PermitRequest, PermitStore
 from router.admission.shared_limiter import SharedLimiter
 from router.tenants import Tenant
 from tests.defects import Repaired
@@ -176,7 +176,7 @@ async def test_no_cap_is_passed_while_leases_are_written_anew(routers: Routers, 
 async def test_after_longer_than_a_lease_out_of_reach_the_others_are_waited_for(redis_server: RedisServer) -> None:
     """Both routers live, hold all permits, and find their leases expired. The first to return gets no one else's."""
     first, second = PermitStore("first", TIMES), PermitStore("second", TIMES)
-    take = Take("", None, CAP, 1)
+    take = PermitRequest("", None, CAP, 1)
     async with redis_server.client() as redis:
         for store in (first, second):
             await store.exchange(redis, 2, 3, {"": 3})
@@ -197,10 +197,10 @@ async def test_a_round_trip_that_redis_executes_late_changes_nothing(redis_serve
         await permits.exchange(redis, 1, 1, {"alice": 1})
         await permits.exchange(redis, 1, 3, {"alice": 3})
         with pytest.raises(ResponseError, match="newer counts"):
-            await late.exchange(redis, 1, 0, {"alice": 0}, [Take("bob", None, CAP, 2)], allowance=CAP)
+            await late.exchange(redis, 1, 0, {"alice": 0}, [PermitRequest("bob", None, CAP, 2)], allowance=CAP)
         assert await num_leased(redis) == 3
         other = PermitStore("other", TIMES)
-        _, [taken] = await other.exchange(redis, 2, 0, {}, [Take("alice", 3, CAP, 1)])
+        _, [taken] = await other.exchange(redis, 2, 0, {}, [PermitRequest("alice", 3, CAP, 1)])
         assert (taken.by_tenant, taken.num_held) == (True, 3)
 
 
@@ -208,8 +208,8 @@ async def test_a_grant_whose_answer_was_lost_is_taken_back(redis_server: RedisSe
     """The router counts on without it, and tells so in its next round trip."""
     permits = PermitStore("router", TIMES)
     async with redis_server.client() as redis:
-        await permits.exchange(redis, 1, 0, {}, [Take("alice", None, CAP, 1)])
-        await permits.exchange(redis, 1, 1, {"alice": 1}, [Take("alice", None, CAP, 4)])
+        await permits.exchange(redis, 1, 0, {}, [PermitRequest("alice", None, CAP, 1)])
+        await permits.exchange(redis, 1, 1, {"alice": 1}, [PermitRequest("alice", None, CAP, 4)])
         assert await num_leased(redis) == 5
         known, _ = await permits.exchange(redis, 1, 1, {"alice": 1})
         assert (known.num_leased, known.settling) == (1, False)

@@ -209,7 +209,7 @@ async def test_requests_that_are_still_being_admitted_have_the_grace_too(
 ) -> None:
     mesh = await make_mesh()
     await mesh.decode()
-    encoder = mesh.model.service._text.encoder
+    encoder = mesh.model.service._inputs.encoder
     encode, encoding, go_on = encoder.encode, asyncio.Event(), asyncio.Event()
 
     async def slow(*arguments: Any, **options: Any) -> Any:
@@ -234,7 +234,7 @@ async def test_requests_that_are_still_being_admitted_have_the_grace_too(
 async def test_a_request_admitted_after_the_grace_is_refused(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = await make_mesh()
     decode = await mesh.decode()
-    encoder = mesh.model.service._text.encoder
+    encoder = mesh.model.service._inputs.encoder
     encode, encoding, go_on = encoder.encode, asyncio.Event(), asyncio.Event()
 
     async def slow(*arguments: Any, **options: Any) -> Any:

@@ -148,7 +148,7 @@ async def test_tokenize_is_bounded_and_keeps_nobody_waiting(make_mesh: Any) -> N
     mesh = await make_mesh()
     await mesh.decode(max_model_len=512, num_blocks=128)
     blocked = threading.Event()
-    tokenizing = mesh.model._text.tokenize_encoder
+    tokenizing = mesh.model._inputs.tokenize_encoder
     tokenizing._short._pool.submit(blocked.wait)
     text = "hello world, the quick brown fox " * 50  # long enough for a thread
     request = generation_pb2.TokenizeRequest(prompt=text)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.domain.worker import WorkerRole
-from router.role_switching import Candidate, Figures, Switch, SwitchLimits, decide, other, used_without_one
+from router.role_switching import MAX_USED, Candidate, Figures, Switch, SwitchLimits, decide, other, used_without_one
 
 P, D = WorkerRole.PREFILL, WorkerRole.DECODE
-LIMITS = SwitchLimits(after_s=30, pause_s=120, max_used=0.7)
+LIMITS = SwitchLimits(after_s=30, pause_s=120)
 
 
 def workers(role: WorkerRole, *work: int, switchable: bool = True) -> list[Candidate]:
@@ -91,6 +91,6 @@ def test_no_role_is_left_without_a_worker_and_nothing_flaps(figures: Figures) ->
     assert decision.worker_id in {worker.worker_id for worker in figures.workers[from_role] if worker.switchable}
     assert len(figures.workers[from_role]) >= 2
     # The workers that stay are below the level at which the opposite advice would be given.
-    assert used_without_one(figures, from_role) <= LIMITS.max_used
+    assert used_without_one(figures, from_role) <= MAX_USED
     assert figures.wanted_s >= LIMITS.after_s
     assert figures.settled_s >= LIMITS.pause_s

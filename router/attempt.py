@@ -12,6 +12,7 @@ computes the prompt and sends its KV (workers/prefill_client.py).
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import structlog
 
@@ -35,11 +36,19 @@ from router.workers.prefill_client import PrefillCaller
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class AttemptTimeouts:
+    """Seconds an attempt waits for its workers: to reserve blocks, to compute the prompt, and between tokens."""
+
+    reserve_s: float
+    prefill_s: float
+    stall_s: float
+
+
 class Attempt:
     """One attempt at a choice, and the SequenceListener of its decode link. Call `run` once, or `close`.
 
-    The attempt owns the claim. `forks` are attempts that start together with this one and share its prompt. The
-    timeouts bound its waits for the workers: to reserve blocks, to compute the prompt, and between tokens.
+    The attempt owns the claim. `forks` are attempts that start together with this one and share its prompt.
     """
 
     def __init__(
@@ -51,9 +60,7 @@ class Attempt:
         link: Link,
         prefill_client: PrefillCaller,
         timeline: Timeline,
-        reserve_timeout_s: float,
-        prefill_timeout_s: float,
-        stall_timeout_s: float,
+        timeouts: AttemptTimeouts,
         forks: "Sequence[Attempt]" = (),
     ) -> None:
         self.blamed: WorkerInfo | None = None
@@ -67,9 +74,7 @@ class Attempt:
         self._timeline = timeline
         self._forks = forks
         self._prefill_client = prefill_client
-        self._reserve_timeout_s = reserve_timeout_s
-        self._prefill_timeout_s = prefill_timeout_s
-        self._stall_timeout_s = stall_timeout_s
+        self._timeouts = timeouts
         self._prefill_call: asyncio.Task[None] | None = None
         self._has_first_token = False
         self._is_transferred = False
@@ -160,7 +165,7 @@ class Attempt:
     async def _wait_reserved(self) -> int | None:
         """Return how many leading tokens the decode worker has cached, or None if the attempt has ended."""
         try:
-            async with asyncio.timeout(self._reserve_timeout_s):
+            async with asyncio.timeout(self._timeouts.reserve_s):
                 return await self._reserved
         except TimeoutError:
             self._end(WorkerLost("the decode worker reserved no memory in time"), self.placement.decode)
@@ -173,12 +178,12 @@ class Attempt:
         """
         while not self._ended.done():
             is_decoding = self._is_decoding or self._is_transferred
-            timeout_s = self._stall_timeout_s if is_decoding else self._prefill_timeout_s
+            timeout_s = self._timeouts.stall_s if is_decoding else self._timeouts.prefill_s
             waited_s = self._clock() - self._last_event_s
             if waited_s >= timeout_s and not self._prefill_runs():
                 self._end(WorkerLost(f"no token for {waited_s:.1f} s"), self.placement.decode)
                 break
-            next_check_s = min(max(timeout_s - waited_s, self._stall_timeout_s / 4), self._stall_timeout_s)
+            next_check_s = min(max(timeout_s - waited_s, self._timeouts.stall_s / 4), self._timeouts.stall_s)
             await asyncio.wait({self._ended}, timeout=next_check_s)
         error = self._ended.result()
         if error is not None:

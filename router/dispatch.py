@@ -40,7 +40,7 @@ from router.admission.in_flight import CapacityClaim
 from router.admission.placement import Placement, PlacementQuery
 from router.admission.prefix_chain import PrefixChain
 from router.admission.queue import PlacementQueue
-from router.attempt import Attempt
+from router.attempt import Attempt, AttemptTimeouts
 from router.choice import Choice, WaitingFork
 from router.journal import Journal
 from router.served_model import ServedModel
@@ -181,9 +181,7 @@ class Dispatcher:
         self._attempt = partial(
             Attempt,
             prefill_client=prefill_client,
-            reserve_timeout_s=settings.reserve_timeout_s,
-            prefill_timeout_s=settings.prefill_timeout_s,
-            stall_timeout_s=settings.stall_timeout_s,
+            timeouts=AttemptTimeouts(settings.reserve_timeout_s, settings.prefill_timeout_s, settings.stall_timeout_s),
         )
 
     async def run(self, choice: Choice, timeline: Timeline, deadline_s: float | None) -> None:

@@ -21,7 +21,7 @@ from mesh.domain.request import SamplingParams, mint_id
 from mesh.tasks import cancel_all, set_within, spawn
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement
-from router.attempt import Attempt
+from router.attempt import Attempt, AttemptTimeouts
 from router.choice import Choice
 from router.served_model import ServedModel
 from router.timeline import Timeline
@@ -143,9 +143,7 @@ class CanaryRunner:
             link=link,
             prefill_client=self._prefill_client,
             timeline=timeline,
-            reserve_timeout_s=self._timeout_s,
-            prefill_timeout_s=self._timeout_s,
-            stall_timeout_s=self._timeout_s,
+            timeouts=AttemptTimeouts(self._timeout_s, self._timeout_s, self._timeout_s),
         )
         await attempt.run()
         if not math.isfinite(choice.mean_logprob):

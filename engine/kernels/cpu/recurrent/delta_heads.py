@@ -76,10 +76,11 @@ def _mix_head(
         matrix[:] = _NOTHING
     else:
         copy_matrix(recurrent, State(layer, tokens.seq), steps, state_at, matrix, False)
-    _advance_columns(recurrent, Range(tokens.first, tokens.kept_end), tokens.first, head, products, matrix, rows)
+    num_kept = tokens.kept_end - tokens.first
+    _advance_columns(recurrent, Range(tokens.first, tokens.kept_end), head, products[:num_kept], matrix, rows)
     if tokens.kept_end > tokens.first or tokens.is_first:
         copy_matrix(recurrent, State(layer, tokens.seq), steps, state_at, matrix, True)
-    _advance_columns(recurrent, Range(tokens.kept_end, tokens.end), tokens.first, head, products, matrix, rows)
+    _advance_columns(recurrent, Range(tokens.kept_end, tokens.end), head, products[num_kept:], matrix, rows)
     gates_at, norm = recurrent.taps.shape[2] + head * width, address(recurrent.norms) + layer * width * FLOAT_BYTES
     for token in range(tokens.first, tokens.end):
         out = rows.out + token * rows.out_step + head * width * FLOAT_BYTES
@@ -90,24 +91,23 @@ def _mix_head(
 
 @jit
 def _advance_columns(
-    recurrent: Recurrent, own: Range, first: int, head: int, products: Floats, matrix: Floats, rows: MixedRows
+    recurrent: Recurrent, own: Range, head: int, products: Floats, matrix: Floats, rows: MixedRows
 ) -> None:
-    """Let some tokens pass over the columns of a head's matrix. first: the token of the first product."""
+    """Let some tokens, of which these are the products, pass over the columns of a head's matrix."""
     if own.first == own.end:
         return
     num_vectors = recurrent.value_dim // LANES
     for vector in range(0, num_vectors, 2):
         if vector + 2 <= num_vectors:
-            _advance_some(recurrent, own, first, head, products, matrix, rows, vector, 2)
+            _advance_some(recurrent, own, head, products, matrix, rows, vector, 2)
         else:
-            _advance_some(recurrent, own, first, head, products, matrix, rows, vector, 1)
+            _advance_some(recurrent, own, head, products, matrix, rows, vector, 1)
 
 
 @jit
 def _advance_some(
     recurrent: Recurrent,
     own: Range,
-    first: int,
     head: int,
     products: Floats,
     matrix: Floats,
@@ -123,7 +123,7 @@ def _advance_some(
     columns = HeadMatrix(address(matrix) + vector * step, recurrent.key_dim, step)
     before = Change(_ONE, address(matrix), address(change))
     for token in range(own.first, own.end):
-        seen = _seen(recurrent, head, products[token - first], rows, token, vector)
+        seen = _seen(recurrent, head, products[token - own.first], rows, token, vector)
         if count == 2:
             advance(columns, before, seen, 2)
         else:

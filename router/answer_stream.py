@@ -31,6 +31,8 @@ MAX_PENDING_BEHIND_PROMPT = 2**16
 # Prompt tokens, with their alternatives, in one message.
 _MAX_PART_EVENTS = 2048
 _SENT = PromptLogprob(None)
+# Looks at a client in the time that it may read nothing.
+_LOOKS_PER_LIMIT = 4
 # Time for a client that was cut off to take the message that blocks its stream, and then the error.
 _LAST_READ_S = 10.0
 
@@ -66,7 +68,7 @@ class AnswerStream:
         self._reading_since_s: float | None = None
         self._num_open = len(choices)
         self._tasks = [self._start(choice, permit) for choice, permit in zip(choices, permits, strict=True)]
-        self._watchdog = self._loop.call_later(slow_reader_s, self._watch_reader)
+        self._watchdog = self._watch_after(slow_reader_s / _LOOKS_PER_LIMIT)
         self.on_stuck: Callable[[BaseException], object] = _ignore
         """Called with the error if a client that was cut off reads nothing for _LAST_READ_S more."""
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -155,14 +157,23 @@ class AnswerStream:
         ended.sort(key=lambda choice: -choice.mean_logprob)
         self._ready = dict.fromkeys(ended[:num_best])
 
-    def _watch_reader(self) -> None:
-        """One timer for the whole stream instead of one per message."""
-        since_s = self._reading_since_s
-        waited_s = 0.0 if since_s is None else self._loop.time() - since_s
+    def _watch_after(self, delay_s: float) -> asyncio.TimerHandle:
+        due_s = self._loop.time() + delay_s
+        return self._loop.call_at(due_s, self._watch_reader, due_s)
+
+    def _watch_reader(self, due_s: float) -> None:
+        """One timer for the whole stream instead of one per message. It was due at `due_s`: the time since then, in
+        which the event loop stood still (a process that was stopped, a machine that swaps), counts against no client.
+        """
+        now_s, waited_s = self._loop.time(), 0.0
+        if self._reading_since_s is not None:
+            self._reading_since_s = min(now_s, self._reading_since_s + now_s - due_s)
+            waited_s = now_s - self._reading_since_s
         if waited_s >= self._slow_reader_s:
             self._cut_off(f"the client took nothing for {waited_s:.0f} s")
         else:
-            self._watchdog = self._loop.call_later(max(0.1, self._slow_reader_s - waited_s), self._watch_reader)
+            next_s = min(self._slow_reader_s - waited_s, self._slow_reader_s / _LOOKS_PER_LIMIT)
+            self._watchdog = self._watch_after(max(0.1, next_s))
 
     def _cut_off(self, message: str) -> None:
         error = self._error or SlowReader(message)

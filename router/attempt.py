@@ -174,7 +174,8 @@ class Attempt:
     async def _wait_ended(self) -> None:
         """Return when the attempt has ended; raise its error.
 
-        One timer serves many tokens: it checks the age of the last event.
+        One timer serves many tokens: it checks the age of the last event. Time in which the event loop stood still (a
+        process that was stopped, a machine that swaps) counts against no worker: its tokens have yet to be read.
         """
         while not self._ended.done():
             is_decoding = self._is_decoding or self._is_transferred
@@ -183,8 +184,10 @@ class Attempt:
             if waited_s >= timeout_s and not self._prefill_runs():
                 self._end(WorkerLost(f"no token for {waited_s:.1f} s"), self.placement.decode)
                 break
-            next_check_s = min(max(timeout_s - waited_s, self._timeouts.stall_s / 4), self._timeouts.stall_s)
-            await asyncio.wait({self._ended}, timeout=next_check_s)
+            due_s = self._clock() + self._timeouts.stall_s / 4
+            await asyncio.wait({self._ended}, timeout=self._timeouts.stall_s / 4)
+            now_s = self._clock()
+            self._last_event_s = min(now_s, self._last_event_s + max(0.0, now_s - due_s))
         error = self._ended.result()
         if error is not None:
             raise error

@@ -177,6 +177,10 @@ class GenerationService:
             tuple(self._mesh.adapters()),
         )
 
+    async def adapters_known(self) -> None:
+        """Return once a decode worker has said which adapters the model has."""
+        await self._mesh.decoder_joined.wait()
+
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, let running ones end within the grace, then fail the rest with RouterStopping."""
         self._stopping = True

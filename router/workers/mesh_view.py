@@ -1,5 +1,6 @@
 """The mesh as one model sees it now: its workers, the trust in them, the links to them and the work in flight."""
 
+import asyncio
 from collections.abc import Collection
 from itertools import islice
 
@@ -53,12 +54,16 @@ class MeshView:
         self._router_id = router_id
         self._snapshot: MeshSnapshot | None = None
         self._adapters: dict[str, str] | None = None
+        self.decoder_joined = asyncio.Event()
+        """Set once a decode worker has joined: workers say which adapters there are."""
         in_flight.watch(self._set_in_flight)
 
     def discard_snapshot(self) -> None:
         """Take a new snapshot for the next placement: a worker has joined or left, or its state, link or the trust in
         it has changed."""
         self._snapshot = self._adapters = None
+        if not self.decoder_joined.is_set() and self._decoders():
+            self.decoder_joined.set()
 
     def reported(self, view: WorkerView) -> None:
         """A worker has reported its load or its prefix cache."""
@@ -123,11 +128,14 @@ class MeshView:
         NoWorkers, not with ModelNotFound. If a worker that is here has another adapter of that name, it counts.
         """
         if self._adapters is None:
-            decoders = [view for view in self.views() if view.info.role is WorkerRole.DECODE]
+            decoders = self._decoders()
             decoders.sort(key=lambda view: not view.state.is_gone)  # the last one of a name counts
             digests = {adapter.name: adapter.digest for view in decoders for adapter in view.info.adapters}
             self._adapters = dict(sorted(digests.items()))
         return self._adapters
+
+    def _decoders(self) -> list[WorkerView]:
+        return [view for view in self.views() if view.info.role is WorkerRole.DECODE]
 
     def adapter_digest(self, name: str) -> str:
         """The digest of the adapter with this name, "" for no name. Raises ModelNotFound with names that exist."""

@@ -1,6 +1,7 @@
 """Everything that can go wrong with workers: the stream goes on, token for token, or ends with one clear status."""
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -265,6 +266,22 @@ async def test_silent_workers_are_given_up(make_mesh: Any, num_tokens: int, sett
     stuck.gate.allow(num_tokens)
     await assert_exact(mesh, num_attempts=2)
     assert [attempt for _, attempt in stuck.aborted.items] == [0]
+
+
+async def test_time_in_which_the_router_stood_still_counts_against_no_worker(make_mesh: Any) -> None:
+    """As when its process was stopped, or on a machine that swaps: the tokens of that time have yet to be read."""
+    mesh = await make_mesh(stall_timeout_s=2.0)
+    worker = await mesh.decode("decode-0")
+    await mesh.decode("decode-1")
+    worker.gate.close()
+    worker.gate.allow(2)
+    asked = asyncio.create_task(assert_exact(mesh, num_attempts=1))
+    await mesh.until(lambda: [running.completion_tokens for running in mesh.router.journal.running] == [2])
+    time.sleep(2.5)  # noqa: ASYNC251 - the event loop is to stand still
+    for _ in range(10):
+        await asyncio.sleep(0)  # timers that are due run first
+    worker.gate.open()
+    await asked
 
 
 async def test_a_prefill_that_takes_too_long_is_replayed(make_mesh: Any) -> None:

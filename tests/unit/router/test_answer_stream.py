@@ -1,6 +1,7 @@
 """One client's stream: merged, ended exactly once, never left behind."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 
 import pytest
@@ -178,6 +179,27 @@ async def test_a_stream_that_is_cut_off_keeps_no_events() -> None:
     await anext(events)
     await asyncio.wait_for(driver.stream.ended, 60)
     assert driver.choices[0].num_pending == 0
+    with pytest.raises(SlowReader):
+        await anext(events)
+
+
+async def test_time_in_which_the_router_stood_still_counts_against_no_reader() -> None:
+    """As when its process was stopped, or on a machine that swaps: the client could have read, and will."""
+    driver = Driver(three_tokens, slow_reader_s=0.4)
+    events = driver.stream.events()
+    await anext(events)
+    time.sleep(0.6)  # noqa: ASYNC251 - the event loop is to stand still
+    for _ in range(3):
+        await asyncio.sleep(0)  # timers that are due run first
+    assert [event async for event in events][-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_a_reader_that_takes_nothing_after_a_standstill_is_cut_off() -> None:
+    driver = Driver(forever, slow_reader_s=0.1)
+    events = driver.stream.events()
+    await anext(events)
+    time.sleep(0.3)  # noqa: ASYNC251 - the event loop is to stand still
+    await asyncio.wait_for(driver.stream.ended, 60)
     with pytest.raises(SlowReader):
         await anext(events)
 

@@ -123,7 +123,7 @@ class BlockFiles:
         self.trim()
 
     def has(self, block_hash: BlockHash) -> bool:
-        return self._path(block_hash).exists()
+        return _is_there(self._path(block_hash))
 
     def mark_used(self, block_hash: BlockHash, used_ns: int | None = None) -> bool:
         """Say that a block was used until now, or until `used_ns`. Returns False if there is none."""
@@ -131,7 +131,7 @@ class BlockFiles:
         try:
             os.utime(path, ns=(used_ns, used_ns))  # finer than the system's own time
         except OSError:
-            return path.exists()
+            return _is_there(path)
         return True
 
     def write(self, block_hash: BlockHash, payload: bytes) -> None:
@@ -212,6 +212,11 @@ def _with_true_ages(files: list[tuple[float, int, Path]], now_s: float) -> list[
                 os.utime(path, (used_s, used_s))
         aged.append((used_s, size, path))
     return aged
+
+
+def _is_there(path: Path) -> bool:
+    """False also if the disk has failed or can no longer be reached, where `Path.exists` raises."""
+    return os.path.exists(path)
 
 
 def _remove(path: Path) -> None:

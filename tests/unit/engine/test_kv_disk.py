@@ -361,6 +361,26 @@ def test_a_state_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
     disk.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.parametrize("state_blocks", [0, 2])
+def test_a_disk_that_can_no_longer_be_reached_costs_blocks_and_no_requests(tmp_path: Path, state_blocks: int) -> None:
+    """As one that fails does, or a network's: looking for a file there is an error, too."""
+    folder = files(tmp_path / "root")
+    cache = KVCache(replace(LAYOUT, state_blocks=state_blocks), 4, torch.device("cpu"))
+    for name in (*HASHES[:3], *state_block_hashes(HASHES[2], 2)):
+        folder.write(name, payload(1))
+    disk = DiskCache(folder, cache)
+    (tmp_path / "root").chmod(0o700)
+    os.seteuid(65534)
+    try:
+        assert not disk.fetch(HASHES[:3]).result()
+        assert not folder.mark_used(HASHES[0])
+    finally:
+        os.seteuid(0)
+    assert len(disk.fetch(HASHES[:3]).result()) == 3 + state_blocks
+    disk.close()
+
+
 def test_blocks_that_wait_for_their_sequence_are_limited(tmp_path: Path) -> None:
     folder = files(tmp_path)
     for number in range(4):

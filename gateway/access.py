@@ -52,7 +52,8 @@ class Gate:
 
     `allow_anonymous`: serve callers without a key even if the gateway listens beyond loopback. As a by-product of the
     last check, `models` holds the served models by name and by the names of their adapters, and `served_name` the
-    default model's name.
+    default model's name. Adapters stay in `models`: a router that was started again lists none until its workers are
+    back, and lets requests for them wait.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class Gate:
     async def _ask_models(self, key: str | None) -> None:
         models = await self._client.acting_for(key).models(timeout=_CHECK_TIMEOUT_S)
         self.served_name = models[0].name if models else ""
+        by_name = {model.name: model for model in models}
+        former = {name: by_name[model.name] for name, model in self.models.items() if model.name in by_name}
         of_adapters = {adapter: model for model in models for adapter in model.adapters}
-        self.models = of_adapters | {model.name: model for model in models}
+        self.models = former | of_adapters | by_name
         await self._require_closed()
 
     async def _ask_operator(self, key: str | None) -> None:

@@ -12,13 +12,14 @@ has its own threads and its own cap. Tokenize and Generate share the template pr
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
 
 import structlog
 
-from mesh.domain.errors import NoWorkers, Overloaded, RouterStopping
+from mesh.domain.errors import NoWorkers, Overloaded, RouterStopping, TooLarge
 from mesh.domain.request import mint_id
 from mesh.tasks import set_within
 from router.admission.fair_queue import QueueEntry
@@ -54,6 +55,8 @@ log = structlog.get_logger(__name__)
 
 _MAX_LOGGED_CHARS = 128
 _MAX_TOKENIZING = 16
+_WORKERS_RETURN_S = 5.0
+"""Workers of a router that was started again are back by then (worker/agent.py, _MAX_BACKOFF_S)."""
 _STOPPING = "this router is stopping; try again"
 
 
@@ -77,6 +80,7 @@ class GenerationService:
     ) -> None:
         self.model = inputs.model
         self._since_unix_s = int(time.time())
+        self._workers_back_by_s = asyncio.get_running_loop().time() + _WORKERS_RETURN_S
         self._inputs = inputs
         self._limit_policy = LimitPolicy(settings, inputs.model.facts)
         self._slow_reader_s = settings.slow_reader_s
@@ -121,8 +125,7 @@ class GenerationService:
         permits = await self._admit(params, cap)
         try:
             await self._inputs.grammars.check(params.sampling.structure, params.tenant.name)
-            prompt = await self._encode(params)
-            valid = self._validate(params, prompt, queue_entry, adapter)
+            prompt, valid = await self._prepare(params, queue_entry, adapter)
             echo = ""
             if params.echo:
                 echo = await self._inputs.encoder.decode(prompt.ids) if prompt.text is None else prompt.text
@@ -133,6 +136,25 @@ class GenerationService:
             for permit in permits:
                 permit.release()
             raise
+
+    async def _prepare(
+        self, params: GenerateParams, queue_entry: QueueEntry, adapter: str
+    ) -> tuple[EncodedPrompt, ValidRequest]:
+        """Encode and validate. Larger workers may still be on their way back to a router that has just been started."""
+        while True:
+            limits = self._limits()
+            try:
+                prompt = await self._encode(params)
+                return prompt, self._validate(params, prompt, queue_entry, adapter)
+            except TooLarge:
+                is_final = limits == self._limit_policy.resolve(())
+                if is_final or not await self._while_workers_return(partial(self._allows_more, limits)):
+                    raise
+
+    def _allows_more(self, limits: Limits) -> bool:
+        """True if a worker serves that makes the limits larger than these."""
+        capacities = self._mesh.serving_capacities
+        return bool(capacities) and self._limit_policy.resolve(capacities).max_total_tokens > limits.max_total_tokens
 
     async def _encode(self, params: GenerateParams) -> EncodedPrompt:
         """Encode the prompt. With truncation no text is too long; the encoder still bounds how much text may wait."""
@@ -178,8 +200,18 @@ class GenerationService:
         )
 
     async def adapters_known(self) -> None:
-        """Return once a decode worker has said which adapters the model has."""
-        await self._mesh.decoder_joined.wait()
+        """Return once a decode worker has said which adapters the model has, or should have."""
+        await self._while_workers_return(lambda: self._mesh.knows_adapters)
+
+    async def _while_workers_return(self, condition: Callable[[], bool]) -> bool:
+        """Wait for workers with which `condition` holds, if this router has just been started: it knows nothing of them
+        until they are back. Returns whether it holds.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._workers_back_by_s):
+                while not condition():
+                    await self._mesh.changed()
+        return condition()
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, let running ones end within the grace, then fail the rest with RouterStopping."""

@@ -2,7 +2,6 @@
 an adapter."""
 
 import asyncio
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,8 +15,6 @@ from router.validation import GenerateParams
 from router.workers.mesh_view import shown
 
 _MAX_SHOWN_CHARS = 128
-_WORKERS_RETURN_S = 5.0
-"""Workers of a router that was started again are back by then (worker/agent.py, _MAX_BACKOFF_S)."""
 
 
 class ServiceDirectory:
@@ -28,13 +25,12 @@ class ServiceDirectory:
         self.counting_refusals = journal.counting_refusals
         self._traffic = traffic
         self._clock = asyncio.get_running_loop().time
-        self._adapters_known_by_s = self._clock() + _WORKERS_RETURN_S
 
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
         name, begun_s = self._public_name(params.model), self._clock()
         if params.adapter or not self._is_served(name):
-            await self._wait_for_adapters()
+            await asyncio.gather(*(service.adapters_known() for service in self.all()))
             time_left_s = None if time_left_s is None else time_left_s - (self._clock() - begun_s)
         params = self._with_revision(params, name)
         service = self.find(params.model)
@@ -46,15 +42,6 @@ class ServiceDirectory:
     def _is_served(self, name: str) -> bool:
         """True for the name of a model, or of several, that needs no adapter."""
         return not name or name in self._by_name or bool(self._traffic.revisions(name))
-
-    async def _wait_for_adapters(self) -> None:
-        """A router that has just been started does not know yet which adapters there are: let its workers come back,
-        as requests without an adapter wait for them.
-        """
-        if self._clock() < self._adapters_known_by_s:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(self._adapters_known_by_s):
-                    await asyncio.gather(*(service.adapters_known() for service in self.all()))
 
     def _with_revision(self, params: GenerateParams, name: str) -> GenerateParams:
         """Choose the model that answers, if `name` stands for several revisions."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mesh.domain.cache_hints import NO_HINTS, CacheHints
-from mesh.domain.errors import InvalidRequest
+from mesh.domain.errors import InvalidRequest, TooLarge
 from mesh.domain.request import (
     MAX_NUM_CHOICES,
     MAX_PROMPT_LOGPROBS,
@@ -147,11 +147,11 @@ def _check_roles(chat: ChatPrompt) -> None:
 
 
 def check_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, limits: Limits) -> None:
-    """Check the prompt's length and that its ids are in the vocabulary. Raises InvalidRequest."""
+    """Check the prompt's length and that its ids are in the vocabulary. Raises TooLarge or InvalidRequest."""
     if not prompt_ids:
         raise InvalidRequest(_EMPTY)
     if len(prompt_ids) > limits.max_input_tokens:
-        raise InvalidRequest(
+        raise TooLarge(
             f"the prompt has {len(prompt_ids)} tokens, at most {limits.max_input_tokens} (max_input_length) are allowed"
         )
     highest = max(prompt_ids)
@@ -198,7 +198,8 @@ def complete_sampling(
     limits: Limits,
     spellings: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
-    """Return parameters with a seed, max_new_tokens and the spellings of their bad words. Raises InvalidRequest.
+    """Return parameters with a seed, max_new_tokens and the spellings of their bad words. Raises TooLarge or
+    InvalidRequest.
 
     `sampling` has passed SamplingParams.validate, so only what is added is checked here.
     """
@@ -209,7 +210,7 @@ def complete_sampling(
     if max_new is None:
         max_new = limits.default_new_tokens(num_prompt_tokens)
     if num_prompt_tokens + max_new > limits.max_total_tokens:
-        raise InvalidRequest(
+        raise TooLarge(
             f"prompt tokens ({num_prompt_tokens}) + max_new_tokens ({max_new}) must be <= max_total_tokens "
             f"({limits.max_total_tokens})"
         )

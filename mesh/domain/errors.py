@@ -38,7 +38,7 @@ class InvalidRequest(MeshError):
 
 
 class TooLarge(InvalidRequest):
-    """The sequence needs more tokens than this worker can ever hold."""
+    """The sequence needs more tokens than the worker, or any worker, can ever hold."""
 
 
 class ModelNotFound(MeshError):

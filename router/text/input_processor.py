@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from checkpoint.grammar import GrammarCompiler
-from mesh.domain.errors import InvalidRequest
+from mesh.domain.errors import InvalidRequest, TooLarge
 from mesh.domain.request import Structure
 from router.served_model import ServedModel
 from router.text.chat import ChatPrompt, Prompt, TextPrompt, TokenPrompt
@@ -123,8 +123,8 @@ class PromptEncoder:
     async def encode(self, prompt: Prompt, *, tenant: str = "", max_tokens: int | None = None) -> EncodedPrompt:
         """Return the prompt's token ids.
 
-        Raises InvalidRequest if there is no chat template, it rejects the messages, or the text has more characters
-        than `max_tokens` tokens can stand for or halves of surrogate pairs; Overloaded if too much text waits.
+        Raises InvalidRequest if there is no chat template, it rejects the messages, or the text has halves of surrogate
+        pairs; TooLarge for more characters than `max_tokens` tokens can stand for; Overloaded if too much text waits.
         """
         if isinstance(prompt, TokenPrompt):
             return EncodedPrompt(prompt.ids, None)
@@ -193,7 +193,7 @@ class PromptEncoder:
     def _require_fits(self, text: str, max_tokens: int | None) -> None:
         max_chars = None if max_tokens is None else self._model.tokenizer.max_chars(max_tokens)
         if max_chars is not None and len(text) > max_chars:
-            raise InvalidRequest(
+            raise TooLarge(
                 f"the prompt has {len(text)} characters, and at most {max_chars} fit into the {max_tokens} tokens "
                 "(max_input_length) that are allowed"
             )

@@ -12,7 +12,7 @@ from router.admission.roster import InFlight
 from router.served_model import ServedModel
 from router.workers.decode_link import Links
 from router.workers.health import Trust, WorkerHealth
-from router.workers.membership import Membership, WorkerView
+from router.workers.membership import Membership, WorkerView, capacity_tokens
 
 _MAX_SHOWN_CHARS = 128
 _MAX_SHOWN_NAMES = 20
@@ -54,16 +54,19 @@ class MeshView:
         self._router_id = router_id
         self._snapshot: MeshSnapshot | None = None
         self._adapters: dict[str, str] | None = None
-        self.decoder_joined = asyncio.Event()
-        """Set once a decode worker has joined: workers say which adapters there are."""
+        self._changed = asyncio.Event()
         in_flight.watch(self._set_in_flight)
 
     def discard_snapshot(self) -> None:
         """Take a new snapshot for the next placement: a worker has joined or left, or its state, link or the trust in
         it has changed."""
         self._snapshot = self._adapters = None
-        if not self.decoder_joined.is_set() and self._decoders():
-            self.decoder_joined.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def changed(self) -> None:
+        """Return at the next change that discards the snapshot."""
+        await self._changed.wait()
 
     def reported(self, view: WorkerView) -> None:
         """A worker has reported its load or its prefix cache."""
@@ -134,6 +137,11 @@ class MeshView:
             self._adapters = dict(sorted(digests.items()))
         return self._adapters
 
+    @property
+    def knows_adapters(self) -> bool:
+        """True once a decode worker has joined: workers say which adapters there are."""
+        return bool(self._decoders())
+
     def _decoders(self) -> list[WorkerView]:
         return [view for view in self.views() if view.info.role is WorkerRole.DECODE]
 
@@ -156,3 +164,8 @@ class MeshView:
     def decode_capacities(self) -> frozenset[int]:
         """The lengths of the longest sequences that decode workers can hold, briefly lost ones included."""
         return self.snapshot().decode_capacities
+
+    @property
+    def serving_capacities(self) -> frozenset[int]:
+        """Those of decode workers that get clients' requests."""
+        return frozenset(capacity_tokens(view.info) for view in self.snapshot().decode.views)

@@ -185,6 +185,18 @@ async def test_the_format_of_an_adapter_is_its_models() -> None:
     assert listed == [("fake", None), ("second", None), ("tuned", "second"), ("fake", "second")]
 
 
+async def test_the_format_of_an_adapter_stays_where_the_router_has_just_been_started() -> None:
+    """It lists no adapters until its workers are back, and requests for them wait."""
+    second = pb.Model(name="second", tool_call_format="llama3_json", adapters=["tuned"])
+    script = Script(story=CALL, tool_call_format="hermes", more_models=(second,))
+    async with running_gateway(script) as gateway, client_of(gateway) as client:
+        for key in ("before", "after"):  # the gate asks the router anew for each key
+            keyed = client.with_options(api_key=key)
+            answer = await keyed.chat.completions.create(model="tuned", messages=MESSAGES, tools=TOOLS)
+            assert answer.choices[0].message.tool_calls, key
+            script.more_models = (pb.Model(name="second", tool_call_format="llama3_json"),)
+
+
 @pytest.mark.parametrize(("name", "call"), [("mistral", f"[TOOL_CALLS][{CALL}]"), ("hermes", f"<tool_call>{CALL}")])
 async def test_calls_behind_text_where_marks_are_control_tokens(name: str, call: str) -> None:
     """Without its marks such a call would be text, as it is not at the beginning."""

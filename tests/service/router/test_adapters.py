@@ -143,26 +143,3 @@ async def test_an_adapter_of_two_models_needs_the_models_name(model_dir: Path) -
         await mesh.generate(token_ids=PROMPT, max_new_tokens=1, model="b", adapter="mine")
     finally:
         await mesh.stop()
-
-
-@pytest.mark.parametrize("request_fields", [{"adapter": "mine"}, {"model": "mine"}])
-async def test_a_router_that_has_just_started_waits_for_workers_to_say_its_adapters(
-    make_mesh: Any, request_fields: dict[str, str]
-) -> None:
-    """As after its death: nothing but its workers knows the name."""
-    mesh: Mesh = await make_mesh()
-    asked = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=3, **request_fields))
-    await mesh.prefill()
-    await asyncio.wait([asked], timeout=0.2)
-    await mesh.decode(adapters=(MINE,))
-    assert (await asked).ids() == expected_tokens(PROMPT, 3)
-    mesh.assert_at_rest()
-
-
-async def test_a_deadline_holds_while_no_worker_has_said_the_adapters(make_mesh: Any) -> None:
-    mesh: Mesh = await make_mesh()
-    call = mesh.stub.Generate(generation_pb2.GenerateRequest(model="mine", prompt="x"), timeout=0.2)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    mesh.assert_at_rest()

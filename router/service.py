@@ -80,7 +80,7 @@ class GenerationService:
     ) -> None:
         self.model = inputs.model
         self._since_unix_s = int(time.time())
-        self._workers_back_by_s = asyncio.get_running_loop().time() + _WORKERS_RETURN_S
+        self._workers_back_by_s = time.monotonic() + _WORKERS_RETURN_S
         self._inputs = inputs
         self._limit_policy = LimitPolicy(settings, inputs.model.facts)
         self._slow_reader_s = settings.slow_reader_s
@@ -208,7 +208,7 @@ class GenerationService:
         until they are back. Returns whether it holds.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self._workers_back_by_s):
+            async with asyncio.timeout(self._workers_back_by_s - time.monotonic()):
                 while not condition():
                     await self._mesh.changed()
         return condition()

@@ -2,6 +2,7 @@
 an adapter."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,14 +25,13 @@ class ServiceDirectory:
         self._by_name = {service.model.name: service for service in services}
         self.counting_refusals = journal.counting_refusals
         self._traffic = traffic
-        self._clock = asyncio.get_running_loop().time
 
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
-        name, begun_s = self._public_name(params.model), self._clock()
+        name, begun_s = self._public_name(params.model), time.monotonic()
         if params.adapter or not self._is_served(name):
             await asyncio.gather(*(service.adapters_known() for service in self.all()))
-            time_left_s = None if time_left_s is None else time_left_s - (self._clock() - begun_s)
+            time_left_s = None if time_left_s is None else time_left_s - (time.monotonic() - begun_s)
         params = self._with_revision(params, name)
         service = self.find(params.model)
         answer = await service.generate(_with_adapter(params, service.model.name), time_left_s)

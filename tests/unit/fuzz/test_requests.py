@@ -128,7 +128,9 @@ def servicer_of(inputs: InputProcessor, limiter: LocalLimiter) -> GenerationServ
         RouterSettings(model="tiny"),
         limiter=limiter,
         forecast=Forecast(time.monotonic),
-        mesh=SimpleNamespace(decode_capacities=(), has_path=True, adapters=dict, adapter_digest=str.lower),  # type: ignore[arg-type]
+        mesh=SimpleNamespace(  # type: ignore[arg-type]
+            decode_capacities=(), has_path=True, knows_adapters=True, adapters=dict, adapter_digest=str.lower
+        ),
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
         journal=journal,
     )

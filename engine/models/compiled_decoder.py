@@ -17,11 +17,12 @@ from torch.nn.functional import layer_norm
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, one_token
 from engine.attention.cpu import kernel_batch
-from engine.kernels.cpu.arguments import Batch, Int64s, Range, StateSteps
+from engine.kernels.cpu.arguments import Batch, Int64s, Range
 from engine.kernels.cpu.compilation.stored import Stored
 from engine.kernels.cpu.layer_kernels import LAYER_KERNELS, needed_by
 from engine.kernels.cpu.machine import AMX_DEPTH, has_amx, knows_amx, multiplies_bf16
 from engine.kernels.cpu.products.packing import as_tensor, operand_dtypes
+from engine.kernels.cpu.recurrent.recurrent_arguments import StateSteps
 from engine.kernels.cpu.step import output_rows, run_layers
 from engine.kv.cache import KVCache
 from engine.logits import Logits

@@ -100,9 +100,9 @@ def _why_not_sized(mixed: MixedConfig, layout: KVLayout) -> str | None:
 
 def why_not_recurrent(recurrent: RecurrentConfig) -> str | None:
     """The reason why the kernel cannot compute recurrent layers, or None if it can."""
-    if recurrent.kind == "channels":
-        return "layers of Mamba 1"
-    widths = {"channels": recurrent.channels, "key_dim": recurrent.key_dim, "value_dim": recurrent.value_dim}
+    widths = {"channels": recurrent.channels}
+    if recurrent.kind != "channels":
+        widths |= {"key_dim": recurrent.key_dim, "value_dim": recurrent.value_dim}
     wrong = next((f"{name} {width}" for name, width in widths.items() if width % LANES), None)
     return None if wrong is None else f"recurrent layers with {wrong}, not a multiple of {LANES}"
 

@@ -8,14 +8,10 @@ from engine.attention.backend import attention_shape
 from engine.attention.cpu import head_shape, kernel_slopes
 from engine.attention.views import View, parts_of, view_of_layer
 from engine.kernels.cpu.arguments import (
-    NO_RECURRENCE,
     NO_WINDOW,
     HeadShape,
     Int64s,
-    Recurrent,
-    RecurrentWeights,
     Routing,
-    StatePlaces,
     Window,
 )
 from engine.kernels.cpu.attention.batch import cache_code
@@ -25,6 +21,7 @@ from engine.kernels.cpu.layer_inputs import LayerInputs
 from engine.kernels.cpu.machine import LOG2_E
 from engine.kernels.cpu.products.panels import panel_product
 from engine.kernels.cpu.recurrent.recurrence import mix_address
+from engine.kernels.cpu.recurrent.recurrent_arguments import NO_RECURRENCE, Recurrent, RecurrentWeights, StatePlaces
 from engine.kernels.cpu.step_arguments import NUM_LAYER_KERNELS, Family, ModelConstants
 from engine.kv.cache import KVCache
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
@@ -117,7 +114,7 @@ def _recurrent(config: ModelConfig, packed: PackedDecoder, places: StatePlaces |
     if config.recurrent is None or places is None:
         return NO_RECURRENCE
     taken = (packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.skips)
-    weights = RecurrentWeights(*taken, packed.recurrent_norms)
+    weights = RecurrentWeights(*taken, packed.recurrent_norms, packed.value_panels, packed.step_panels)
     return recurrent_layers(weights, config.recurrent, config.norm_eps, places)
 
 

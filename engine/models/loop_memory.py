@@ -23,7 +23,6 @@ from engine.kernels.cpu.arguments import (
     Range,
     RoutedRows,
     Splits,
-    StateSteps,
     Weights,
 )
 from engine.kernels.cpu.attention.latent import LatentRows
@@ -33,6 +32,7 @@ from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, amx_
 from engine.kernels.cpu.products.matmul import product_code
 from engine.kernels.cpu.products.packing import operand_dtypes, wide_size
 from engine.kernels.cpu.products.panels import MAX_PANEL_ROWS
+from engine.kernels.cpu.recurrent.recurrent_arguments import StateSteps
 from engine.kernels.cpu.sampling.logits import Summaries
 from engine.kernels.cpu.step_arguments import (
     Activations,
@@ -247,7 +247,6 @@ class LoopMemory:
         q_width, inner = config.num_heads * self._model.shape.head_dim, int(self._model.widths[:, 1].max())
         latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows, prefix)
         width = q_width if config.latent else self._qkv_width
-        projected, recurred = self._recurrent_rows(rows, prefix)
         qkv = self._buffers.get(prefix + "qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
         own_attended = self.rows("latents" if config.latent else "attended", rows, q_width, first_query)
@@ -267,8 +266,7 @@ class LoopMemory:
             own_squares=self._squares(rows, share.heads.first),
             routed=self._routed_rows(rows),
             latent=latent,
-            projected=projected,
-            recurred=recurred,
+            **self._recurrent_rows(rows, prefix),
             inputs=inputs,
             token_inputs=token_inputs,
             input_gates=input_gates,
@@ -282,13 +280,15 @@ class LoopMemory:
         inputs, of_tokens = (self.rows(name, rows, of_layers) for name in (prefix + "inputs", "token_inputs"))
         return inputs, of_tokens, self.rows("input_gates", rows, width)
 
-    def _recurrent_rows(self, rows: int, prefix: str) -> tuple[Floats, Floats]:
-        facts = self._config.recurrent
+    def _recurrent_rows(self, rows: int, prefix: str) -> dict[str, Floats]:
+        facts, names = self._config.recurrent, ("projected", "inner_recurrent", "recurred")
         if facts is None:
-            return _NO_ROWS, _NO_ROWS
-        return self.rows("projected", rows, round_up(facts.projected, PANEL)), self.rows(
-            prefix + "recurred", rows, facts.result_width
-        )
+            return dict.fromkeys(names, _NO_ROWS)
+        widths = (round_up(facts.projected, PANEL), round_up(facts.inner_width, PANEL), facts.result_width)
+        prefixes = ("", "", prefix)
+        return {
+            name: self.rows(own + name, rows, width) for own, name, width in zip(prefixes, names, widths, strict=True)
+        }
 
     def _latent_rows(self, rows: int) -> LatentRows:
         config, facts = self._config, self._model.latent
@@ -372,6 +372,7 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
         routed=acts.routed,
         latent=acts.latent,
         projected=acts.projected[own],
+        inner_recurrent=acts.inner_recurrent[own],
         recurred=acts.recurred[own],
         inputs=acts.inputs[own],
         token_inputs=acts.token_inputs[own],

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import attention_shape
-from engine.kernels.cpu.arguments import Array, Floats, RecurrentWeights
+from engine.kernels.cpu.arguments import Array, Floats
 from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, PANEL
 from engine.kernels.cpu.products.packing import MatrixShape, Packer, as_array, unit_runs
+from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.loading.times import load_phase
 from engine.models.activations import xielu_parameters
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
@@ -61,9 +62,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
             _take_router(parameters, layer, i, routers)
         if config.recurrent is not None and config.is_recurrent(number):
             taken = take_recurrence(parameters, f"{layer}.", config.recurrent, config.norm_eps)
-            weights = taken.for_kernels()
-            assert weights is not None
-            recurrences.append(weights)
+            recurrences.append(taken.for_kernels())
         if config.latent is not None:
             _take_latent(parameters, layer, latents, i)
         norms.append(_layer_norms(parameters, layer, config))

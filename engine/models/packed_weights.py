@@ -65,6 +65,8 @@ class PackedDecoder(NamedTuple):
     rate_biases: Floats
     skips: Floats
     recurrent_norms: Floats
+    value_panels: Floats
+    step_panels: Floats
 
 
 def write_packed(path: Path, packed: PackedDecoder) -> None:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.adapters import StepAdapters
-from engine.kernels.cpu.arguments import NO_WINDOW, Batch, Range, StateSteps
+from engine.kernels.cpu.arguments import NO_WINDOW, Batch, Range
+from engine.kernels.cpu.recurrent.recurrent_arguments import StateSteps
 from engine.kernels.cpu.step_facts import RowCosts, cut_at
 from engine.models.blocks import has_attention
 from engine.models.model_config import ModelConfig

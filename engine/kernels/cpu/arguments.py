@@ -31,11 +31,6 @@ SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
 INPUT_NORM, POST_NORM, ATTENTION_OUT_NORM, MLP_OUT_NORM = range(4)
 INPUT_OUT_NORM, MLP_ONLY_NORM, ROUTER_NORM, EXPERTS_NORM, EXPERTS_OUT_NORM = range(4, 9)
 """Norms of a layer, in `ModelConstants.norms`: all layers have the first two, a sandwich four, Gemma 4 all."""
-CONV, DELTA, SCAN = range(3)
-"""Kinds of recurrent layers: see engine.models.recurrent.config.RecurrentConfig."""
-CONVOLVE, MIX, GATE_ROWS = range(3)
-STAGES = {CONV: (MIX,), DELTA: (MIX,), SCAN: (CONVOLVE, MIX, GATE_ROWS)}
-"""The stages of a layer of each kind. All threads end one before the next begins."""
 HIDDEN = -1e30
 """The score of keys that a query does not see. Finite, because compiled code takes for granted that numbers are."""
 
@@ -43,14 +38,6 @@ HIDDEN = -1e30
 class Part(NamedTuple):
     """The part of the work that one thread does: number `number` of `num_parts` equal parts."""
 
-    number: int
-    num_parts: int
-
-
-class MixPart(NamedTuple):
-    """The part of a stage of a recurrent layer that one thread computes."""
-
-    stage: int
     number: int
     num_parts: int
 
@@ -316,80 +303,3 @@ class RoutedRows(NamedTuple):
     gate_up: Floats  # flat: panels of gates and ups of all copies; [0] with SILU
     inner: Floats  # flat: inner rows of all copies
     results: Floats  # [copies, hidden]
-
-
-class StatePlaces(NamedTuple):
-    """Where recurrent states lie: flat numbers of each layer, in rows of the cache. All widths are multiples of 16."""
-
-    rows: Floats  # [rows of the cache, width]
-    block: Int64s  # [rows of a state, of all layers]: the block of a row, a column of `tables`
-    first: Int64s  # [rows of a state]: its number in `rows`, were that block 0
-    in_piece: int  # rows from there to the same one of the next block
-    of_layer: int  # rows of a layer
-
-
-class StateSteps(NamedTuple):
-    """The sequences of a step, as recurrent layers see them; see Batch."""
-
-    tables: Int64s  # [num_seqs, blocks of a state]
-    num_repeated: Int32s  # [num_seqs]: so many tokens at the end leave the state as it is before them
-    query_starts: Int32s  # [num_seqs + 1]
-    context_lens: Int32s  # [num_seqs]
-
-
-class RecurrentWeights(NamedTuple):
-    """The parameters of recurrent layers; [num_layers, 0] where their kind does without."""
-
-    taps: Floats  # [num_layers, kernel, channels]
-    biases: Floats  # [num_layers, channels]
-    rates: Floats  # [num_layers, num_heads], of DELTA and SCAN
-    rate_biases: Floats  # like rates; of SCAN the biases of steps
-    skips: Floats  # [num_layers, num_heads], of SCAN
-    norms: Floats  # [num_layers, value_dim] of DELTA; of SCAN [num_layers, num_heads * value_dim], if it has norms
-
-
-class ScanFacts(NamedTuple):
-    """See engine.models.recurrent.config.ScanConfig."""
-
-    gate_factor: np.float32
-    step_factor: np.float32
-    least_step: np.float32
-    most_step: np.float32
-    gate_first: bool
-
-
-class Recurrent(NamedTuple):
-    """The recurrent layers of a model. The convolution's state, [kernel - 1, channels], is at the beginning of a
-    layer's; behind it are the matrices [num_heads, key_dim, value_dim] of DELTA and SCAN.
-    """
-
-    taps: Floats  # see RecurrentWeights
-    biases: Floats
-    rates: Floats
-    rate_biases: Floats
-    skips: Floats
-    norms: Floats
-    eps: np.float32  # of the norm of results
-    kind: int
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
-    scan: ScanFacts
-    places: StatePlaces
-
-
-_NO_STATES, _NO_ROWS, _NO_COUNTS = np.empty((0, 0), np.float32), np.empty(0, np.int64), np.empty(0, np.int32)
-_ZERO = np.float32(0.0)
-NO_RECURRENT_WEIGHTS = RecurrentWeights(_NO_STATES.reshape(0, 0, 0), *[_NO_STATES] * 5)
-NO_RECURRENCE = Recurrent(
-    *NO_RECURRENT_WEIGHTS,
-    eps=_ZERO,
-    kind=CONV,
-    num_key_heads=0,
-    key_dim=0,
-    value_dim=0,
-    scan=ScanFacts(_ZERO, _ZERO, _ZERO, _ZERO, gate_first=False),
-    places=StatePlaces(_NO_STATES, _NO_ROWS, _NO_ROWS, in_piece=0, of_layer=0),
-)
-"""The argument for a model without recurrent layers."""
-NO_STATE_STEPS = StateSteps(np.empty((0, 0), np.int64), _NO_COUNTS, _NO_COUNTS, _NO_COUNTS)

@@ -13,17 +13,12 @@ from engine.kernels.cpu.adapters import (
     shrink,
 )
 from engine.kernels.cpu.arguments import (
-    CONVOLVE,
     EXPERTS_NORM,
     EXPERTS_OUT_NORM,
-    GATE_ROWS,
     INPUT_NORM,
     INPUT_OUT_NORM,
-    MIX,
     POST_NORM,
     ROUTER_NORM,
-    SCAN,
-    MixPart,
     Part,
     Range,
 )
@@ -49,6 +44,16 @@ from engine.kernels.cpu.products.finish import STORE
 from engine.kernels.cpu.products.matmul import Target, product
 from engine.kernels.cpu.products.product_inputs import put_inputs
 from engine.kernels.cpu.recurrent.recurrence import call_mix
+from engine.kernels.cpu.recurrent.recurrent_arguments import (
+    CHANNELS,
+    CONVOLVE,
+    GATE_ROWS,
+    MIX,
+    PROJECT,
+    PROJECT_STEPS,
+    SCAN,
+    MixPart,
+)
 from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_normed, put_rows
 from engine.kernels.cpu.step_arguments import (
@@ -85,7 +90,7 @@ def compute_recurrence(kinds: Kinds, addresses: Addresses, layers: Range) -> Non
     """
     model, memory, step, team = load(kinds, addresses)
     layer = layers.first
-    acts, part, is_scan = memory.acts, Part(team.thread, team.num_threads), model.recurrent.kind == SCAN
+    acts, part, kind = memory.acts, Part(team.thread, team.num_threads), model.recurrent.kind
     rows, matrix = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).recurrent_in
     put_inputs(model, memory, rows, layer, RECURRENT_IN_SITE, matrix)
     finish_phase(team, NORM)
@@ -95,12 +100,17 @@ def compute_recurrence(kinds: Kinds, addresses: Addresses, layers: Range) -> Non
         expand(memory.adapted, layer, RECURRENT_IN_SITE, acts.projected, rows)
         finish_phase(team, QKV)
     wait_for_earlier_rows(team.share, layer)
-    if is_scan:
+    if kind in (SCAN, CHANNELS):
         _mix(model, memory, step, layer, CONVOLVE, part)
         finish_phase(team, ATTENTION)
+    if kind == CHANNELS:
+        _mix(model, memory, step, layer, PROJECT, part)
+        finish_phase(team, QKV)
+        _mix(model, memory, step, layer, PROJECT_STEPS, part)
+        finish_phase(team, QKV)
     _mix(model, memory, step, layer, MIX, part)
     finish_phase(team, ATTENTION)
-    if is_scan:
+    if kind == SCAN:
         _mix(model, memory, step, layer, GATE_ROWS, part)
     if not model.have_attention[layer]:
         publish_rows(team.share, team.thread, layer)
@@ -109,7 +119,9 @@ def compute_recurrence(kinds: Kinds, addresses: Addresses, layers: Range) -> Non
 @jit
 def _mix(model: ModelConstants, memory: ThreadMemory, step: StepBatch, layer: int, stage: int, part: Part) -> None:
     acts, number, own = memory.acts, model.state_numbers[layer], MixPart(stage, part.number, part.num_parts)
-    call_mix(model.mix_at, model.recurrent, number, step.states, acts.projected, acts.recurred, own)
+    call_mix(
+        model.mix_at, model.recurrent, number, step.states, acts.projected, acts.inner_recurrent, acts.recurred, own
+    )
 
 
 @Kernel

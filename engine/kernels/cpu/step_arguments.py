@@ -19,10 +19,8 @@ from engine.kernels.cpu.arguments import (
     LayerPlace,
     Operand,
     Queries,
-    Recurrent,
     RoutedRows,
     Splits,
-    StateSteps,
     Weights,
     Window,
 )
@@ -30,6 +28,7 @@ from engine.kernels.cpu.attention.latent import Latent, LatentRows
 from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.layer_inputs import LayerInputs
+from engine.kernels.cpu.recurrent.recurrent_arguments import Recurrent, StateSteps
 from engine.kernels.cpu.sampling.logits import Summaries
 
 NUM_LAYER_KERNELS = 5
@@ -128,6 +127,7 @@ class Activations(NamedTuple):
     routed: RoutedRows  # of layers with experts
     latent: LatentRows
     projected: Floats  # [num_tokens, width]: what recurrent layers mix
+    inner_recurrent: Floats  # [num_tokens, width]: what Mamba 1 projects its steps from, keys and queries
     recurred: Floats  # [num_tokens, width]: what they have mixed
     inputs: Floats  # [num_tokens, num_layers * width]: what layers add for the token itself; else [.., 0]
     token_inputs: Floats  # like inputs: what the table has of them

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.kernels.cpu.machine import LOG2_E
+from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.norms import rms_norm
 from engine.models.recurrent.config import RecurrentConfig
+from engine.models.recurrent.for_kernels import NO_NUMBERS, in_panels
 from engine.models.recurrent.short_conv import CausalConv, split_states
 
 CHUNK = 64
@@ -36,8 +39,18 @@ class ChannelScan:
         names = ("step_norm", "key_norm", "query_norm")
         self._norms = [parameters.take_optional(f"{prefix}{name}") for name in names]
 
-    def for_kernels(self) -> None:
-        return None
+    def for_kernels(self) -> RecurrentWeights:
+        rates, key_dim = in_panels(self._rates.T * LOG2_E), self._facts.key_dim
+        bias, skip = (values.numpy()[None] for values in (self._step_bias, self._skip))
+        steps, norms = self._steps.to(torch.float32), NO_NUMBERS
+        of_steps, *others = self._norms
+        if of_steps is not None:
+            steps = steps * of_steps
+            norms = torch.cat([weight.to(torch.float32) for weight in others if weight is not None]).numpy()[None]
+        assert norms.shape[1] in (0, 2 * key_dim)
+        return RecurrentWeights(
+            *self._conv.for_kernels(), rates, bias, skip, norms, in_panels(self._inner), in_panels(steps)
+        )
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         conv_states, columns = split_states(states, self._facts)

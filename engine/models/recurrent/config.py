@@ -128,6 +128,13 @@ class RecurrentConfig:
         return self.channels + self.value_width + self.num_heads * (2 if self.kind == "delta" else 1)
 
     @property
+    def inner_width(self) -> int:
+        """Width of the rows between the two small matrices of `channels`: what steps are projected from, a key and a
+        query.
+        """
+        return self.channel_scan.step_rank + 2 * self.key_dim if self.kind == "channels" else 0
+
+    @property
     def result_width(self) -> int:
         """Width of what a layer's last projection takes."""
         return self.channels if self.kind == "conv" else self.value_width

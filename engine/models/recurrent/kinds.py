@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import RecurrentWeights
+from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.channel_scan import ChannelScan
 from engine.models.recurrent.config import RecurrentConfig
@@ -18,10 +18,8 @@ class Recurrence(Protocol):
     for a token; results and states are fp32.
     """
 
-    def for_kernels(self) -> RecurrentWeights | None:
-        """The parameters of this one layer as the kernel of CPUs takes them, which computes what `scan` does; None if
-        it cannot, see engine/models/cpu_support.py.
-        """
+    def for_kernels(self) -> RecurrentWeights:
+        """The parameters of this one layer as the kernel of CPUs takes them, which computes what `scan` does."""
         ...
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import Floats, RecurrentWeights
+from engine.kernels.cpu.arguments import Floats
+from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
-from engine.models.recurrent.for_kernels import NO_NUMBERS
+from engine.models.recurrent.for_kernels import NO_NUMBERS, NO_PANELS
 
 
 class CausalConv:
@@ -67,7 +68,7 @@ class ShortConv:
         self._shape = (facts.kernel - 1, facts.channels)
 
     def for_kernels(self) -> RecurrentWeights:
-        return RecurrentWeights(*self._conv.for_kernels(), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS)
+        return RecurrentWeights(*self._conv.for_kernels(), *[NO_NUMBERS] * 4, *NO_PANELS)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         input_gate, gate, inputs = rows.to(torch.float32).chunk(3, 1)

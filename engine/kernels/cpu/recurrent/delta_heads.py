@@ -6,9 +6,10 @@ do, because columns do not depend on each other. So a long prompt costs the mult
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Floats, Range, Recurrent, StateSteps
+from engine.kernels.cpu.arguments import Floats, Range
 from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES
+from engine.kernels.cpu.recurrent.recurrent_arguments import Recurrent, StateSteps
 from engine.kernels.cpu.recurrent.recurrent_vectors import Change, HeadMatrix, Seen, advance, dot_rows, gate_row
 from engine.kernels.cpu.recurrent.states import MixedRows, State, Tokens, convolve_tokens, copy_matrix, softplus
 from engine.kernels.cpu.vectors import address, read_float, scale_row, weigh_row, write_float

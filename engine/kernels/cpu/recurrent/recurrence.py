@@ -12,20 +12,7 @@ import numba
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.arguments import (
-    CONV,
-    CONVOLVE,
-    DELTA,
-    GATE_ROWS,
-    NO_RECURRENCE,
-    NO_STATE_STEPS,
-    Address,
-    Floats,
-    MixPart,
-    Range,
-    Recurrent,
-    StateSteps,
-)
+from engine.kernels.cpu.arguments import Address, Floats, Matrix, Range
 from engine.kernels.cpu.compilation.compiler import entry, jit
 from engine.kernels.cpu.compilation.emitter import (
     Builder,
@@ -43,28 +30,58 @@ from engine.kernels.cpu.compilation.pieces import address_of, call_at
 from engine.kernels.cpu.compilation.stored import value_of, value_type
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES, FLOAT_BYTES, LANES
 from engine.kernels.cpu.recurrent.delta_heads import mix_heads
+from engine.kernels.cpu.recurrent.recurrent_arguments import (
+    CHANNELS,
+    CONV,
+    CONVOLVE,
+    DELTA,
+    GATE_ROWS,
+    NO_RECURRENCE,
+    NO_STATE_STEPS,
+    PROJECT,
+    PROJECT_STEPS,
+    MixPart,
+    Recurrent,
+    StateSteps,
+)
+from engine.kernels.cpu.recurrent.scan_channels import project_steps, project_values, scan_channels
 from engine.kernels.cpu.recurrent.scan_heads import convolve_channels, gate_and_norm, scan_head
-from engine.kernels.cpu.recurrent.states import MixedRows, mix_channels, tokens_of
+from engine.kernels.cpu.recurrent.states import MixedRows, convolve_tokens, mix_channels, tokens_of
 from engine.kernels.cpu.threads.barrier import share_of
 from engine.kernels.cpu.vectors import address
 
 _numba: Any = numba  # it does not annotate its functions
-_CONV_CHANNELS = 256
-"""Channels of a unit of short convolutions."""
+_CHANNELS = 256
+"""Channels of a unit of convolutions and of Mamba 1."""
 
 
 @entry
-def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: Floats, part: MixPart) -> None:
-    """Compute a part of a recurrent layer. rows: [num_tokens, projected], which are overwritten; out: [num_tokens,
-    result_width].
+def mix(
+    recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, inner: Floats, out: Floats, part: MixPart
+) -> None:
+    """Compute a part of a recurrent layer. rows: [num_tokens, projected], which are overwritten; inner: scratch for
+    all stages, [num_tokens, inner_width]; out: [num_tokens, result_width].
     """
     at = MixedRows(address(rows), rows.shape[1] * FLOAT_BYTES, address(out), out.shape[1] * FLOAT_BYTES)
-    stage = part.stage
+    stage, inner_rows = part.stage, Matrix(address(inner), inner.shape[1] * FLOAT_BYTES)
     if stage == GATE_ROWS:
         gate_and_norm(recurrent, layer, share_of(len(rows), part.number, part.num_parts), at)
-        return
-    num_units = _num_units(recurrent, stage)
-    work, matrix = num_units * len(rows), _aligned(recurrent.key_dim * recurrent.value_dim)
+    elif stage == PROJECT:
+        project_values(recurrent, layer, len(rows), part, at, inner_rows)
+    elif stage == PROJECT_STEPS:
+        project_steps(recurrent, layer, len(rows), part, at, inner_rows)
+    else:
+        _mix_units(recurrent, layer, steps, len(rows), part, at, inner_rows)
+
+
+@jit
+def _mix_units(
+    recurrent: Recurrent, layer: int, steps: StateSteps, num_rows: int, part: MixPart, at: MixedRows, inner: Matrix
+) -> None:
+    """A part of a stage whose units are those of sequences."""
+    stage, num_units = part.stage, _num_units(recurrent, part.stage)
+    width = min(recurrent.value_dim, _CHANNELS) if recurrent.kind == CHANNELS else recurrent.value_dim
+    work, matrix = num_units * num_rows, _aligned(recurrent.key_dim * width)
     first, end = share_of(work, part.number, part.num_parts)
     for seq in range(len(steps.tables)):
         tokens = tokens_of(steps, seq)
@@ -72,9 +89,13 @@ def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: 
             place = num_units * tokens.first + unit * (tokens.end - tokens.first)
             if place < first or place >= end:
                 continue
-            own = Range(unit * _CONV_CHANNELS, min(recurrent.taps.shape[2], (unit + 1) * _CONV_CHANNELS))
-            if stage == CONVOLVE:
+            own = Range(unit * _CHANNELS, min(recurrent.taps.shape[2], (unit + 1) * _CHANNELS))
+            if recurrent.kind == CHANNELS and stage == CONVOLVE:
+                convolve_tokens(recurrent, layer, steps, tokens, own, at)
+            elif stage == CONVOLVE:
                 convolve_channels(recurrent, layer, steps, tokens, own, at)
+            elif recurrent.kind == CHANNELS:
+                scan_channels(recurrent, layer, steps, tokens, own, matrix, at, inner)
             elif recurrent.kind == CONV:
                 mix_channels(recurrent, layer, steps, tokens, own, at)
             elif recurrent.kind == DELTA:
@@ -94,8 +115,8 @@ def _aligned(size: int) -> Floats:
 @jit
 def _num_units(recurrent: Recurrent, stage: int) -> int:
     """Units of each sequence: blocks of channels, key heads or heads."""
-    if stage == CONVOLVE or recurrent.kind == CONV:
-        return -(-recurrent.taps.shape[2] // _CONV_CHANNELS)
+    if stage == CONVOLVE or recurrent.kind == CONV or recurrent.kind == CHANNELS:
+        return -(-recurrent.taps.shape[2] // _CHANNELS)
     return recurrent.num_key_heads if recurrent.kind == DELTA else recurrent.rates.shape[1]
 
 
@@ -107,13 +128,14 @@ def call_mix(
     layer: NumbaType,
     steps: NumbaType,
     rows: NumbaType,
+    inner: NumbaType,
     out: NumbaType,
     part: NumbaType,
 ) -> Intrinsic:
     """Call `mix` by its address. So its code, which depends on no type of weights, is compiled once, and only for
     models that have recurrent layers.
     """
-    given = (recurrent, layer, steps, rows, out, part)
+    given = (recurrent, layer, steps, rows, inner, out, part)
     kinds = tuple(map(value_type, given))
     if kinds != _mix_types():
         raise TypeError(f"mix is compiled for {_mix_types()}, not for {kinds}")
@@ -136,4 +158,4 @@ def mix_address() -> Address:
 def _mix_types() -> tuple[Any, ...]:
     """The types of the arguments of `mix`."""
     rows = np.empty((0, 0), np.float32)
-    return tuple(map(_numba.typeof, (NO_RECURRENCE, 0, NO_STATE_STEPS, rows, rows, MixPart(0, 0, 1))))
+    return tuple(map(_numba.typeof, (NO_RECURRENCE, 0, NO_STATE_STEPS, rows, rows, rows, MixPart(0, 0, 1))))

@@ -7,9 +7,10 @@ delta_heads.py.
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Floats, Range, Recurrent, StateSteps
+from engine.kernels.cpu.arguments import Floats, Range
 from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES
+from engine.kernels.cpu.recurrent.recurrent_arguments import Recurrent, StateSteps
 from engine.kernels.cpu.recurrent.recurrent_vectors import HeadMatrix, Scanned, gate_row, scan_columns
 from engine.kernels.cpu.recurrent.states import (
     MixedRows,

@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.activations import activate
-from engine.kernels.cpu.arguments import SILU, Address, Floats, Range, Recurrent, StatePlaces, StateSteps
+from engine.kernels.cpu.arguments import (
+    SILU,
+    Address,
+    Floats,
+    Range,
+)
 from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES
+from engine.kernels.cpu.recurrent.recurrent_arguments import Recurrent, StatePlaces, StateSteps
 from engine.kernels.cpu.recurrent.recurrent_vectors import Taps, convolve, copy_vectors
 from engine.kernels.cpu.vectors import address, weigh_row
 

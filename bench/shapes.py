@@ -105,6 +105,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "nope",
         "vocab_size": 65536,
     },
+    "mamba-130m": {
+        "architectures": ["MambaForCausalLM"],
+        "model_type": "mamba",
+        "hidden_size": 768,
+        "num_hidden_layers": 24,
+        "state_size": 16,
+        "vocab_size": 50280,
+    },
     "deepseek-v2-lite-6": {  # six of its layers, without experts
         "architectures": ["DeepseekV2ForCausalLM"],
         "model_type": "deepseek_v2",

@@ -26,6 +26,7 @@ from engine.models.linear import LinearLayer, Ops, Rows, make_linear
 from engine.models.mixed import LayerInputs, MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
+from engine.models.recurrent.for_kernels import product_address
 from engine.models.recurrent.mixer import RecurrentMixer
 from engine.models.recurrent.state import Mixing, RecurrentStates
 from engine.models.rope import rope_of_layer, ropes_of
@@ -194,6 +195,7 @@ def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | Non
     if isinstance(attention, CpuAttention) and why_not_recurrent(config.recurrent) is None:
         mixing = Mixing(mix, attention.threads)
         mix_address()
+        product_address(config.recurrent)
     return RecurrentStates(config.recurrent, memory.cache, mixing)
 
 

@@ -41,7 +41,7 @@ MAX_MODEL_LEN = 120
 FAMILIES = (
     *("llama", "llama-multi-query", "mistral", "qwen2-window", "qwen3", "gpt2", "phi3", "gemma2", "gemma3", "bloom"),
     *("mixtral", "gpt-oss", "deepseek-v3", "llama4", "gemma4", "gemma4-moe"),
-    *("lfm2", "bamba", "falcon-h1", "qwen3.5"),
+    *("lfm2", "bamba", "falcon-h1", "qwen3.5", "jamba"),
 )
 ARITHMETIC: tuple[dict[str, str], ...] = (
     *({}, {"kv_dtype": "float16"}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}),

@@ -138,7 +138,7 @@ def check_replay(driver: Driver) -> None:
     assert replayed.token_ids == whole.token_ids[5:]
 
 
-_OF_STATES = ["lfm2", "qwen3.5-moe", "nemotron-h", "falcon-h1", "mamba2"]
+_OF_STATES = ["lfm2", "qwen3.5-moe", "nemotron-h", "falcon-h1", "mamba2", "jamba", "mamba", "falcon-mamba"]
 _REPLAYED = ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "llama4"]
 _REPLAYED += [*_OF_STATES, *COMPILED_MIXED]
 
@@ -196,7 +196,8 @@ def test_many_threads_of_the_eager_decoder(checkpoint: Checkpoint) -> None:
 
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2", "falcon-h1", "mamba2", *COMPILED_MIXED]
+    "family",
+    ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2", "falcon-h1", "mamba2", "jamba", *COMPILED_MIXED],
 )
 def test_many_threads_of_the_compiled_decoder_change_nothing(checkpoint: Checkpoint, family: str) -> None:
     many = run_mixed(load_arm(checkpoint(family), "compiled"))

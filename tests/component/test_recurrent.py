@@ -98,6 +98,7 @@ def with_forks(spec: SequenceSpec) -> list[SequenceState]:
 _WAYS: dict[str, dict[str, object]] = {"compiled": {}, "cpu": {"enforce_eager": True}, "torch": {"attention": "torch"}}
 _OF_MAMBA = [("nemotron-h", "compiled"), ("nemotron-h", "cpu"), ("granite-4", "torch"), ("falcon-h1-norm", "torch")]
 _OF_MAMBA += [("jamba", "cpu"), ("jamba-dense", "torch"), ("mamba", "cpu"), ("falcon-mamba", "torch")]
+_OF_MAMBA += [("jamba", "compiled"), ("falcon-mamba", "compiled"), ("falcon-mamba", "cpu")]
 _OF_MAMBA += [("mamba2", way) for way in ("compiled", "cpu", "torch")]
 
 

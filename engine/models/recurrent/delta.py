@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
-from engine.models.recurrent.for_kernels import NO_NUMBERS, NO_PANELS
+from engine.models.recurrent.for_kernels import NO_NUMBERS
 from engine.models.recurrent.short_conv import CausalConv, split_states
 
 _CHUNK = 64
@@ -36,7 +36,7 @@ class GatedDelta:
 
     def for_kernels(self) -> RecurrentWeights:
         rate, rate_bias, norm = (values.numpy()[None] for values in (self._rate, self._rate_bias, self._norm))
-        return RecurrentWeights(*self._conv.for_kernels(), rate, rate_bias, NO_NUMBERS, norm, *NO_PANELS)
+        return RecurrentWeights(*self._conv.for_kernels(), rate, rate_bias, NO_NUMBERS, norm, NO_NUMBERS, NO_NUMBERS)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         facts = self._facts

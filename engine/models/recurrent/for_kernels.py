@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.cpu.arguments import Floats
+from engine.kernels.cpu.arguments import Address, Floats
 from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.machine import PANEL
 from engine.kernels.cpu.products.panels import panel_product
@@ -29,7 +29,6 @@ _KINDS = {"conv": CONV, "delta": DELTA, "scan": SCAN, "channels": CHANNELS}
 """By the names of RecurrentConfig.kind."""
 NO_NUMBERS: Floats = np.empty((1, 0), np.float32)
 """A parameter that a layer does not have."""
-NO_PANELS = (NO_NUMBERS, NO_NUMBERS)
 _LARGEST = float(np.finfo(np.float32).max)
 """Compiled code takes for granted that numbers are finite."""
 
@@ -78,5 +77,10 @@ def recurrent_layers(
             gate_first=facts.scan.norm == "gated",
         ),
         places=places,
-        multiply=panel_product.address_for(np.float32) if is_of_channels else 0,
+        multiply=product_address(facts),
     )
+
+
+def product_address(facts: RecurrentConfig) -> Address:
+    """The code of the products within a layer, which is compiled or read from disk; 0 if there are none."""
+    return panel_product.address_for(np.float32) if facts.kind == "channels" else 0

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
-from engine.models.recurrent.for_kernels import NO_NUMBERS, NO_PANELS
+from engine.models.recurrent.for_kernels import NO_NUMBERS
 from engine.models.recurrent.short_conv import CausalConv, split_states
 
 _CHUNK = 64
@@ -42,7 +42,7 @@ class SelectiveScan:
     def for_kernels(self) -> RecurrentWeights:
         rate, bias, skip = (values.numpy()[None] for values in (self._rate, self._step_bias, self._skip))
         norm = NO_NUMBERS if self._norm is None else self._norm.numpy()[None]
-        return RecurrentWeights(*self._conv.for_kernels(), rate, bias, skip, norm, *NO_PANELS)
+        return RecurrentWeights(*self._conv.for_kernels(), rate, bias, skip, norm, NO_NUMBERS, NO_NUMBERS)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         conv_states, matrices = split_states(states, self._facts)

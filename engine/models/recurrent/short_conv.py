@@ -7,7 +7,7 @@ from engine.kernels.cpu.arguments import Floats
 from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
-from engine.models.recurrent.for_kernels import NO_NUMBERS, NO_PANELS
+from engine.models.recurrent.for_kernels import NO_NUMBERS
 
 
 class CausalConv:
@@ -68,7 +68,9 @@ class ShortConv:
         self._shape = (facts.kernel - 1, facts.channels)
 
     def for_kernels(self) -> RecurrentWeights:
-        return RecurrentWeights(*self._conv.for_kernels(), *[NO_NUMBERS] * 4, *NO_PANELS)
+        taps, biases = self._conv.for_kernels()
+        none = NO_NUMBERS
+        return RecurrentWeights(taps, biases, none, none, none, none, none, none)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         input_gate, gate, inputs = rows.to(torch.float32).chunk(3, 1)

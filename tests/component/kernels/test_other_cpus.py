@@ -35,6 +35,19 @@ assert 0 < mean < 0.1, mean  # wrong numbers differ by 1 and more
 assert largest < 0.5, largest
 """
 
+_RECURRENT_SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from engine.loading.load_runner import load_model_runner
+from tests.component.arms import settings
+from tests.component.parity import check_parity
+torch.set_num_threads(1)
+runner = load_model_runner(settings(Path(sys.argv[1])))
+check_parity(Path(sys.argv[1]), runner)
+print(runner.attention_backend)
+"""
+
 _BF16_SCRIPT = """
 import sys
 from pathlib import Path
@@ -92,6 +105,11 @@ def test_models_run(checkpoint: Checkpoint, limit: str, taken: str, expected: di
     written = run_limited(limit, taken, _SCRIPT, checkpoint("qwen2"))
     lines = [line.split() for line in written.splitlines() if line.startswith(("none ", "int8 "))]
     assert {kind: found for kind, *found in lines} == expected
+
+
+def test_recurrent_layers_run(checkpoint: Checkpoint) -> None:
+    written = run_limited("AVX2", "avx512f", _RECURRENT_SCRIPT, checkpoint("jamba"))
+    assert written.split()[-1] == "compiled"
 
 
 def run_limited(limit: str, taken: str, script: str, model_dir: Path) -> str:

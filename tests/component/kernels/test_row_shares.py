@@ -83,7 +83,7 @@ def check_threads(shares: list[int], model_dir: Path, *digests: str, **settings:
         assert set(shares) >= {1, num_threads}
 
 
-_OTHER_FAMILIES = ["phi3-longrope", "olmo3", "ministral3", "qwen3.5", "falcon-h1", "gemma4"]
+_OTHER_FAMILIES = ["phi3-longrope", "olmo3", "ministral3", "qwen3.5", "falcon-h1", "gemma4", "jamba-dense"]
 _FAMILIES = ["llama", "gemma2", "gpt-neox", "gpt2", "bloom", "qwen3", *_OTHER_FAMILIES]
 
 

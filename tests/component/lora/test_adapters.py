@@ -68,7 +68,7 @@ def test_parity_with_the_merged_model(checkpoint: Checkpoint, tmp_path: Path, fa
             "glm4",
             "olmo2",
         ),
-        *("qwen3.5", "falcon-h1", "gemma4"),
+        *("qwen3.5", "falcon-h1", "gemma4", "jamba-dense"),
     ],
 )
 @pytest.mark.parametrize("arm", ["compiled", "torch"])

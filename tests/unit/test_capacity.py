@@ -90,7 +90,7 @@ def test_latents_are_keys_and_values_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("shape", ["lfm2-350m", "qwen3.5-0.8b", "granite4-h-350m"])
+@pytest.mark.parametrize("shape", ["lfm2-350m", "qwen3.5-0.8b", "granite4-h-350m", "mamba-130m", "jamba-3b-4"])
 def test_a_sequence_holds_the_blocks_of_its_state(tmp_path: Path, shape: str, kv: str) -> None:
     """As many as a worker reserves; what a plan calls 1,000 users is no more than the blocks hold."""
     config = load_decoder_config(write_shape(shape, tmp_path))

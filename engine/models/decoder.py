@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.views import parts_of, seen_by, view_of_layer
-from engine.kernels.cpu.recurrent.recurrence import mix, mix_address
+from engine.kernels.cpu.recurrent.recurrence import mix, mix_address, multiply_address
 from engine.logits import Logits
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapted_linear import Adapters
@@ -26,7 +26,7 @@ from engine.models.linear import LinearLayer, Ops, Rows, make_linear
 from engine.models.mixed import LayerInputs, MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
-from engine.models.recurrent.for_kernels import product_address
+from engine.models.recurrent.for_kernels import KINDS
 from engine.models.recurrent.mixer import RecurrentMixer
 from engine.models.recurrent.state import Mixing, RecurrentStates
 from engine.models.rope import rope_of_layer, ropes_of
@@ -193,9 +193,8 @@ def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | Non
         return None
     attention, mixing = memory.attention, None
     if isinstance(attention, CpuAttention) and why_not_recurrent(config.recurrent) is None:
-        mixing = Mixing(mix, attention.threads)
+        mixing = Mixing(mix, attention.threads, multiply_address(KINDS[config.recurrent.kind]))
         mix_address()
-        product_address(config.recurrent)
     return RecurrentStates(config.recurrent, memory.cache, mixing)
 
 

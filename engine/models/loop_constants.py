@@ -20,7 +20,7 @@ from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.layer_inputs import LayerInputs
 from engine.kernels.cpu.machine import LOG2_E
 from engine.kernels.cpu.products.panels import panel_product
-from engine.kernels.cpu.recurrent.recurrence import mix_address
+from engine.kernels.cpu.recurrent.recurrence import mix_address, multiply_address
 from engine.kernels.cpu.recurrent.recurrent_arguments import NO_RECURRENCE, Recurrent, RecurrentWeights, StatePlaces
 from engine.kernels.cpu.step_arguments import NUM_LAYER_KERNELS, Family, ModelConstants
 from engine.kv.cache import KVCache
@@ -31,7 +31,7 @@ from engine.models.latent_config import LATENT_EPS, NO_LATENT
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import has_experts, has_head_norms, matrix_names
 from engine.models.packed_weights import PackedDecoder
-from engine.models.recurrent.for_kernels import recurrent_layers
+from engine.models.recurrent.for_kernels import KINDS, recurrent_layers
 from engine.models.rope import rope_of_layer
 
 
@@ -115,7 +115,9 @@ def _recurrent(config: ModelConfig, packed: PackedDecoder, places: StatePlaces |
         return NO_RECURRENCE
     taken = (packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.skips)
     weights = RecurrentWeights(*taken, packed.recurrent_norms, packed.value_panels, packed.step_panels)
-    return recurrent_layers(weights, config.recurrent, config.norm_eps, places)
+    return recurrent_layers(
+        weights, config.recurrent, config.norm_eps, places, multiply_address(KINDS[config.recurrent.kind])
+    )
 
 
 def _widths(config: ModelConfig) -> tuple[int, int]:

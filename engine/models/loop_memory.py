@@ -281,13 +281,13 @@ class LoopMemory:
         return inputs, of_tokens, self.rows("input_gates", rows, width)
 
     def _recurrent_rows(self, rows: int, prefix: str) -> dict[str, Floats]:
-        facts, names = self._config.recurrent, ("projected", "inner_recurrent", "recurred")
+        facts = self._config.recurrent
         if facts is None:
-            return dict.fromkeys(names, _NO_ROWS)
-        widths = (round_up(facts.projected, PANEL), round_up(facts.inner_width, PANEL), facts.result_width)
-        prefixes = ("", "", prefix)
+            return dict.fromkeys(("projected", "inner_recurrent", "recurred"), _NO_ROWS)
         return {
-            name: self.rows(own + name, rows, width) for own, name, width in zip(prefixes, names, widths, strict=True)
+            "projected": self.rows("projected", rows, round_up(facts.projected, PANEL)),
+            "inner_recurrent": self.rows("inner_recurrent", rows, round_up(facts.inner_width, PANEL)),
+            "recurred": self.rows(prefix + "recurred", rows, facts.result_width),
         }
 
     def _latent_rows(self, rows: int) -> LatentRows:

@@ -53,6 +53,7 @@ from engine.kernels.cpu.recurrent.recurrent_arguments import (
     PROJECT_STEPS,
     SCAN,
     MixPart,
+    StepRows,
 )
 from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_normed, put_rows
@@ -119,9 +120,8 @@ def compute_recurrence(kinds: Kinds, addresses: Addresses, layers: Range) -> Non
 @jit
 def _mix(model: ModelConstants, memory: ThreadMemory, step: StepBatch, layer: int, stage: int, part: Part) -> None:
     acts, number, own = memory.acts, model.state_numbers[layer], MixPart(stage, part.number, part.num_parts)
-    call_mix(
-        model.mix_at, model.recurrent, number, step.states, acts.projected, acts.inner_recurrent, acts.recurred, own
-    )
+    rows = StepRows(acts.projected, acts.inner_recurrent, acts.recurred)
+    call_mix(model.mix_at, model.recurrent, number, step.states, rows, own)
 
 
 @Kernel

@@ -40,17 +40,14 @@ class ChannelScan:
         self._norms = [parameters.take_optional(f"{prefix}{name}") for name in names]
 
     def for_kernels(self) -> RecurrentWeights:
-        rates, key_dim = in_panels(self._rates.T * LOG2_E), self._facts.key_dim
-        bias, skip = (values.numpy()[None] for values in (self._step_bias, self._skip))
-        steps, norms = self._steps.to(torch.float32), NO_NUMBERS
-        of_steps, *others = self._norms
-        if of_steps is not None:
+        rates, bias, skip = in_panels(self._rates.T * LOG2_E), self._step_bias.numpy(), self._skip.numpy()
+        values, steps, norms = in_panels(self._inner), self._steps.to(torch.float32), NO_NUMBERS
+        of_steps, of_keys, of_queries = self._norms
+        if of_steps is not None and of_keys is not None and of_queries is not None:
             steps = steps * of_steps
-            norms = torch.cat([weight.to(torch.float32) for weight in others if weight is not None]).numpy()[None]
-        assert norms.shape[1] in (0, 2 * key_dim)
-        return RecurrentWeights(
-            *self._conv.for_kernels(), rates, bias, skip, norms, in_panels(self._inner), in_panels(steps)
-        )
+            norms = torch.cat((of_keys, of_queries)).to(torch.float32).numpy()[None]
+        taps, biases = self._conv.for_kernels()
+        return RecurrentWeights(taps, biases, rates, bias[None], skip[None], norms, values, in_panels(steps))
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         conv_states, columns = split_states(states, self._facts)

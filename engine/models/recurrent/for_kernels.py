@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from engine.kernels.cpu.arguments import Address, Floats
 from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.machine import PANEL
-from engine.kernels.cpu.products.panels import panel_product
 from engine.kernels.cpu.recurrent.recurrent_arguments import (
     CHANNELS,
     CONV,
@@ -25,7 +24,7 @@ from engine.kernels.cpu.recurrent.recurrent_arguments import (
 )
 from engine.models.recurrent.config import RecurrentConfig
 
-_KINDS = {"conv": CONV, "delta": DELTA, "scan": SCAN, "channels": CHANNELS}
+KINDS = {"conv": CONV, "delta": DELTA, "scan": SCAN, "channels": CHANNELS}
 """By the names of RecurrentConfig.kind."""
 NO_NUMBERS: Floats = np.empty((1, 0), np.float32)
 """A parameter that a layer does not have."""
@@ -55,16 +54,16 @@ def in_panels(matrix: Tensor) -> Floats:
 
 
 def recurrent_layers(
-    weights: RecurrentWeights, facts: RecurrentConfig, norm_eps: float, places: StatePlaces
+    weights: RecurrentWeights, facts: RecurrentConfig, norm_eps: float, places: StatePlaces, multiply: Address
 ) -> Recurrent:
-    """The layers that have these parameters and states."""
+    """The layers that have these parameters and states. multiply: `recurrence.multiply_address`."""
     gate_factor, *_, step_factor = facts.scan.factors
     least, most = facts.scan.step_limits
     is_of_channels = facts.kind == "channels"
     return Recurrent(
         *weights,
         eps=np.float32(facts.channel_scan.norm_eps if is_of_channels else norm_eps),
-        kind=_KINDS[facts.kind],
+        kind=KINDS[facts.kind],
         num_key_heads=facts.num_key_heads,
         key_dim=facts.key_dim,
         value_dim=facts.value_dim,
@@ -77,10 +76,5 @@ def recurrent_layers(
             gate_first=facts.scan.norm == "gated",
         ),
         places=places,
-        multiply=product_address(facts),
+        multiply=multiply,
     )
-
-
-def product_address(facts: RecurrentConfig) -> Address:
-    """The code of the products within a layer, which is compiled or read from disk; 0 if there are none."""
-    return panel_product.address_for(np.float32) if facts.kind == "channels" else 0

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.backend import Chunk, ForwardMetadata
 from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.machine import PANEL
-from engine.kernels.cpu.recurrent.recurrent_arguments import STAGES, MixPart, RecurrentWeights
+from engine.kernels.cpu.recurrent.recurrent_arguments import STAGES, MixPart, RecurrentWeights, StepRows
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
@@ -92,12 +92,13 @@ class RecurrentMixer:
         return self._recurrence.for_kernels()
 
     def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, mixing: Mixing) -> None:
-        layer = recurrent_layers(self._weights, self._facts, self._norm_eps, states.places)
+        layer = recurrent_layers(self._weights, self._facts, self._norm_eps, states.places, mixing.multiply)
         inputs, results, threads = rows.to(torch.float32).contiguous().numpy(), out.numpy(), mixing.threads
         inner = np.empty((len(rows), round_up(self._facts.inner_width, PANEL)), np.float32)
+        step_rows = StepRows(inputs, inner, results)
 
         def run_part(stage: int, num_parts: int, number: int) -> None:
-            mixing.mix(layer, 0, states.steps, inputs, inner, results, MixPart(stage, number, num_parts))
+            mixing.mix(layer, 0, states.steps, step_rows, MixPart(stage, number, num_parts))
 
         for stage in STAGES[layer.kind]:
             if len(rows) * states.numbers < _SHARED_NUMBERS:

@@ -9,8 +9,15 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.kernel_threads import KernelThreads
-from engine.kernels.cpu.arguments import Floats
-from engine.kernels.cpu.recurrent.recurrent_arguments import NO_STATE_STEPS, MixPart, Recurrent, StatePlaces, StateSteps
+from engine.kernels.cpu.arguments import Address
+from engine.kernels.cpu.recurrent.recurrent_arguments import (
+    NO_STATE_STEPS,
+    MixPart,
+    Recurrent,
+    StatePlaces,
+    StateSteps,
+    StepRows,
+)
 from engine.kv.cache import KVCache
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.rows import state_rows
@@ -28,8 +35,9 @@ def state_steps(metadata: ForwardMetadata) -> StateSteps:
 class Mixing(NamedTuple):
     """How threads compute recurrent layers where their states lie, with engine/kernels/cpu/recurrent/recurrence.py."""
 
-    mix: Callable[[Recurrent, int, StateSteps, Floats, Floats, Floats, MixPart], None]
+    mix: Callable[[Recurrent, int, StateSteps, StepRows, MixPart], None]
     threads: KernelThreads
+    multiply: Address  # recurrence.multiply_address
 
 
 class RecurrentStates:

@@ -11,8 +11,15 @@ from torch import Tensor
 from engine.kernels.cpu.compilation.compiler import entry
 from engine.kernels.cpu.machine import LANES
 from engine.kernels.cpu.recurrent.channel_vectors import soften_row
-from engine.kernels.cpu.recurrent.recurrence import mix
-from engine.kernels.cpu.recurrent.recurrent_arguments import CHANNELS, STAGES, MixPart, StatePlaces, StateSteps
+from engine.kernels.cpu.recurrent.recurrence import mix, multiply_address
+from engine.kernels.cpu.recurrent.recurrent_arguments import (
+    CHANNELS,
+    STAGES,
+    MixPart,
+    StatePlaces,
+    StateSteps,
+    StepRows,
+)
 from engine.kernels.cpu.vectors import address
 from engine.models.recurrent.channel_scan import ChannelScan
 from engine.models.recurrent.config import ChannelScanConfig, RecurrentConfig
@@ -68,7 +75,8 @@ class Layer:
         rows = -(-self.facts.state_numbers // _ROW)
         self.states = torch.randn(num_seqs * rows, _ROW)
         places = StatePlaces(self.states.numpy(), np.zeros(rows, np.int64), np.arange(rows), rows, rows)
-        self._layer = recurrent_layers(self.recurrence.for_kernels(), self.facts, 1e-5, places)
+        multiply = multiply_address(CHANNELS)
+        self._layer = recurrent_layers(self.recurrence.for_kernels(), self.facts, 1e-5, places, multiply)
 
     def state(self, seq: int = 0) -> Tensor:
         return self.states.view(-1, self._layer.places.of_layer * _ROW)[seq, : self.facts.state_numbers]
@@ -81,12 +89,13 @@ class Layer:
         context_lens = np.array(lengths, np.int32) + (0 if is_first else 3)
         tables = np.arange(len(lengths), dtype=np.int64)[:, None]
         steps = StateSteps(tables, np.full(len(lengths), is_repeated), starts, context_lens)
-        inputs, out = rows.clone().numpy(), np.empty((len(rows), _CHANNELS), np.float32)
-        inner = np.empty((len(rows), -(-self.facts.inner_width // LANES) * LANES), np.float32)
+        inner_width = -(-self.facts.inner_width // LANES) * LANES
+        empty = (np.empty((len(rows), width), np.float32) for width in (inner_width, _CHANNELS))
+        step_rows = StepRows(rows.clone().numpy(), *empty)
         for stage in STAGES[CHANNELS]:
             for number in range(num_parts):
-                mix(self._layer, 0, steps, inputs, inner, out, MixPart(stage, number, num_parts))
-        return torch.from_numpy(out)
+                mix(self._layer, 0, steps, step_rows, MixPart(stage, number, num_parts))
+        return torch.from_numpy(step_rows.out)
 
 
 def rows_of(count: int) -> Tensor:

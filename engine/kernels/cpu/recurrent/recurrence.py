@@ -29,6 +29,7 @@ from engine.kernels.cpu.compilation.emitter import (
 from engine.kernels.cpu.compilation.pieces import address_of, call_at
 from engine.kernels.cpu.compilation.stored import value_of, value_type
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES, FLOAT_BYTES, LANES
+from engine.kernels.cpu.products.panels import panel_product
 from engine.kernels.cpu.recurrent.delta_heads import mix_heads
 from engine.kernels.cpu.recurrent.recurrent_arguments import (
     CHANNELS,
@@ -43,6 +44,7 @@ from engine.kernels.cpu.recurrent.recurrent_arguments import (
     MixPart,
     Recurrent,
     StateSteps,
+    StepRows,
 )
 from engine.kernels.cpu.recurrent.scan_channels import project_steps, project_values, scan_channels
 from engine.kernels.cpu.recurrent.scan_heads import convolve_channels, gate_and_norm, scan_head
@@ -56,22 +58,19 @@ _CHANNELS = 256
 
 
 @entry
-def mix(
-    recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, inner: Floats, out: Floats, part: MixPart
-) -> None:
-    """Compute a part of a recurrent layer. rows: [num_tokens, projected], which are overwritten; inner: scratch for
-    all stages, [num_tokens, inner_width]; out: [num_tokens, result_width].
-    """
-    at = MixedRows(address(rows), rows.shape[1] * FLOAT_BYTES, address(out), out.shape[1] * FLOAT_BYTES)
-    stage, inner_rows = part.stage, Matrix(address(inner), inner.shape[1] * FLOAT_BYTES)
+def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: StepRows, part: MixPart) -> None:
+    """Compute a part of a recurrent layer."""
+    (projected, inner, out), stage = rows, part.stage
+    at = MixedRows(address(projected), projected.shape[1] * FLOAT_BYTES, address(out), out.shape[1] * FLOAT_BYTES)
+    inner_rows = Matrix(address(inner), inner.shape[1] * FLOAT_BYTES)
     if stage == GATE_ROWS:
-        gate_and_norm(recurrent, layer, share_of(len(rows), part.number, part.num_parts), at)
+        gate_and_norm(recurrent, layer, share_of(len(out), part.number, part.num_parts), at)
     elif stage == PROJECT:
-        project_values(recurrent, layer, len(rows), part, at, inner_rows)
+        project_values(recurrent, layer, len(out), part, at, inner_rows)
     elif stage == PROJECT_STEPS:
-        project_steps(recurrent, layer, len(rows), part, at, inner_rows)
+        project_steps(recurrent, layer, len(out), part, at, inner_rows)
     else:
-        _mix_units(recurrent, layer, steps, len(rows), part, at, inner_rows)
+        _mix_units(recurrent, layer, steps, len(out), part, at, inner_rows)
 
 
 @jit
@@ -90,7 +89,7 @@ def _mix_units(
             if place < first or place >= end:
                 continue
             own = Range(unit * _CHANNELS, min(recurrent.taps.shape[2], (unit + 1) * _CHANNELS))
-            if recurrent.kind == CHANNELS and stage == CONVOLVE:
+            if stage == CONVOLVE and recurrent.kind == CHANNELS:
                 convolve_tokens(recurrent, layer, steps, tokens, own, at)
             elif stage == CONVOLVE:
                 convolve_channels(recurrent, layer, steps, tokens, own, at)
@@ -128,14 +127,12 @@ def call_mix(
     layer: NumbaType,
     steps: NumbaType,
     rows: NumbaType,
-    inner: NumbaType,
-    out: NumbaType,
     part: NumbaType,
 ) -> Intrinsic:
     """Call `mix` by its address. So its code, which depends on no type of weights, is compiled once, and only for
     models that have recurrent layers.
     """
-    given = (recurrent, layer, steps, rows, inner, out, part)
+    given = (recurrent, layer, steps, rows, part)
     kinds = tuple(map(value_type, given))
     if kinds != _mix_types():
         raise TypeError(f"mix is compiled for {_mix_types()}, not for {kinds}")
@@ -154,8 +151,13 @@ def mix_address() -> Address:
     return address_of(mix, _mix_types())
 
 
+def multiply_address(kind: int) -> Address:
+    """The code of products within layers of this kind, which is compiled or loaded from disk; 0 if they have none."""
+    return panel_product.address_for(np.float32) if kind == CHANNELS else 0
+
+
 @cache
 def _mix_types() -> tuple[Any, ...]:
     """The types of the arguments of `mix`."""
     rows = np.empty((0, 0), np.float32)
-    return tuple(map(_numba.typeof, (NO_RECURRENCE, 0, NO_STATE_STEPS, rows, rows, rows, MixPart(0, 0, 1))))
+    return tuple(map(_numba.typeof, (NO_RECURRENCE, 0, NO_STATE_STEPS, StepRows(rows, rows, rows), MixPart(0, 0, 1))))

@@ -26,6 +26,14 @@ class MixPart(NamedTuple):
     num_parts: int
 
 
+class StepRows(NamedTuple):
+    """The rows of a step in a recurrent layer, one of each token."""
+
+    projected: Floats  # [num_tokens, projected], which are overwritten
+    inner: Floats  # of CHANNELS, [num_tokens, inner_width], kept from stage to stage; else [num_tokens, 0]
+    out: Floats  # [num_tokens, result_width]
+
+
 class StatePlaces(NamedTuple):
     """Where recurrent states lie: flat numbers of each layer, in rows of the cache. All widths are multiples of 16."""
 

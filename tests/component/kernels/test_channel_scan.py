@@ -82,13 +82,13 @@ class Layer:
         return self.states.view(-1, self._layer.places.of_layer * _ROW)[seq, : self.facts.state_numbers]
 
     def mix(
-        self, rows: Tensor, lengths: Sequence[int], *, is_first: bool, is_repeated: bool = False, num_parts: int = 1
+        self, rows: Tensor, lengths: Sequence[int], *, is_first: bool, num_repeated: int = 0, num_parts: int = 1
     ) -> Tensor:
         """Results of sequences of these lengths, one behind the other."""
         starts = np.cumsum([0, *lengths]).astype(np.int32)
         context_lens = np.array(lengths, np.int32) + (0 if is_first else 3)
         tables = np.arange(len(lengths), dtype=np.int64)[:, None]
-        steps = StateSteps(tables, np.full(len(lengths), is_repeated), starts, context_lens)
+        steps = StateSteps(tables, np.full(len(lengths), num_repeated, np.int32), starts, context_lens)
         inner_width = -(-self.facts.inner_width // LANES) * LANES
         empty = (np.empty((len(rows), width), np.float32) for width in (inner_width, _CHANNELS))
         step_rows = StepRows(rows.clone().numpy(), *empty)
@@ -130,12 +130,12 @@ def test_neither_chunks_nor_batches_nor_threads_change_a_bit(num_parts: int) -> 
     assert all(torch.equal(chunked.state(seq), whole.state()) for seq in range(3))
 
 
-@pytest.mark.parametrize("length", [1, 9])
-def test_a_token_that_will_be_repeated_leaves_the_state_before_it(length: int) -> None:
+@pytest.mark.parametrize(("length", "num_repeated"), [(1, 1), (9, 1), (9, 4)])
+def test_tokens_that_will_be_repeated_leave_the_state_before_them(length: int, num_repeated: int) -> None:
     layer, other, rows = Layer(16, ""), Layer(16, ""), rows_of(9)[:length]
     expected = layer.mix(rows, [length], is_first=False)
-    assert torch.equal(other.mix(rows, [length], is_first=False, is_repeated=True), expected)
-    assert torch.equal(other.mix(rows[-1:], [1], is_first=False), expected[-1:])
+    assert torch.equal(other.mix(rows, [length], is_first=False, num_repeated=num_repeated), expected)
+    assert torch.equal(other.mix(rows[-num_repeated:], [num_repeated], is_first=False), expected[-num_repeated:])
     assert torch.equal(other.state(), layer.state())
 
 

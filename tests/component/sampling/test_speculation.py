@@ -99,7 +99,7 @@ def ids(answers: Answers) -> dict[str, list[int]]:
     ("family", "quantize"),
     [
         *(("llama", quantize) for quantize in ("none", "int8")),
-        *((family, "none") for family in ("lfm2", "qwen3.5", "falcon-h1", "nemotron-h", "mamba2")),
+        *((family, "none") for family in ("lfm2", "qwen3.5", "falcon-h1", "nemotron-h", "mamba2", "jamba")),
     ],
 )
 @pytest.mark.parametrize("mistakes", [0.0, 0.3, 1.0])

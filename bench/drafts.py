@@ -22,7 +22,7 @@ from bench.shapes import SHAPES, write_shape
 from decode_worker.settings import DecodeSettings
 from engine.loop import Engine
 from engine.sequence import SequenceState
-from engine.speculation.cost import StepCost
+from engine.speculation.cost import CostFit, StepCost
 from engine.speculation.drafters import Drafter, Drafts
 from engine.speculation.speculator import Speculator
 from mesh.domain.request import SamplingParams, SequenceSpec
@@ -85,20 +85,22 @@ def main() -> None:
         )
         limits = EngineLimits(settings.max_step_tokens, max(options.batch), 1 << 14, settings.speculation())
         host = load_engine_host(settings, limits)
+    fit = CostFit()  # a worker learns the costs of its steps all the time that it serves
     title = f"{options.shape}, {options.quantize}; one core, tokens/s, medians of {options.repeats}"
     table = Table("sequences", "drafts right", "without", "with", "ratio", "accepted", title=title)
     with showing(table.rows, lambda: Console(width=100).print(table)):
         for num_sequences in options.batch:
             for right in options.right:
-                table.add_row(str(num_sequences), f"{right:.0%}", *_cells(host, num_sequences, right, options.repeats))
+                cells = _cells(host, fit, num_sequences, right, options.repeats)
+                table.add_row(str(num_sequences), f"{right:.0%}", *cells)
             table.add_section()
 
 
-def _cells(host: EngineHost, num_sequences: int, right: float, repeats: int) -> tuple[str, ...]:
+def _cells(host: EngineHost, fit: CostFit, num_sequences: int, right: float, repeats: int) -> tuple[str, ...]:
     plain = _answer(host, num_sequences, None)
     pairs = []
     for _ in range(repeats):
-        drafted = _answer(host, num_sequences, KnownAnswers(plain.answers, right))
+        drafted = _answer(host, num_sequences, Speculator(KnownAnswers(plain.answers, right), _MAX_DRAFTS, fit))
         if drafted.answers != plain.answers:
             raise RuntimeError("the tokens differ from those without drafts")
         pairs.append((_answer(host, num_sequences, None), drafted))
@@ -109,9 +111,8 @@ def _cells(host: EngineHost, num_sequences: int, right: float, repeats: int) -> 
     return f"{without:.0f}", f"{speed:.0f}", f"{ratio:.2f}", share
 
 
-def _answer(host: EngineHost, num_sequences: int, drafter: Drafter | None) -> _Run:
+def _answer(host: EngineHost, num_sequences: int, speculator: Speculator | None) -> _Run:
     """Answer as many prompts in one batch. The time includes the prompts."""
-    speculator = None if drafter is None else Speculator(drafter, _MAX_DRAFTS)
     engine, clock, rng = Engine(host.scheduler, host.runner, speculator=speculator), clock_for(1), random.Random(_SEED)
     before = host.scheduler.load()
     for number in range(num_sequences):

@@ -1,11 +1,12 @@
 """The value of drafts: their acceptance rate (Acceptance), and a cost model of steps (CostFit, DraftCosts).
 
-A step has a fixed time, to read the weights, and a time per token. If the time per token is small, drafts are nearly
-free; in a large batch, or on a slow device, only drafts with a high acceptance rate pay off.
+A step has a fixed time, to read the weights, a time per sequence, and one per token. If the time per token is small,
+drafts are nearly free; in a large batch, or on a slow device, only drafts with a high acceptance rate pay off.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import NamedTuple
 
 _DRAFT_DECAY = 0.9
@@ -16,6 +17,8 @@ _PRIOR_DRAFTS = 2.0
 _PRIOR_TOKEN_SHARE = 1 / 12
 # Weight of the prior, in steps whose size differs by one token.
 _PRIOR_WEIGHT = 4.0
+# Weight of no cost per sequence: steps tell more, if they say how many sequences they have.
+_LEAST_WEIGHT = 0.1
 _DECAY = 0.99
 # A draft must gain this much more than its cost: some costs, such as the draft model's prefill, are not modelled.
 _MARGIN = 1.15
@@ -50,50 +53,68 @@ class Acceptance:
 
 
 class StepCost(NamedTuple):
-    """Seconds of a step: `fixed_s + token_s * tokens`."""
+    """Seconds of a step: `fixed_s + token_s * tokens + sequence_s * sequences`."""
 
     fixed_s: float = 0.0
     token_s: float = 0.0
+    sequence_s: float = 0.0
 
-    def seconds(self, num_tokens: int) -> float:
-        """Expected time of a step with `num_tokens` tokens."""
-        return self.fixed_s + self.token_s * num_tokens
+    def seconds(self, num_tokens: int, num_sequences: int) -> float:
+        """Expected time of a step with so many tokens of so many sequences."""
+        return self.fixed_s + self.token_s * num_tokens + self.sequence_s * num_sequences
 
 
 class CostFit:
-    """Fits a line through the times of recent steps: least squares with exponential decay."""
+    """Fits a plane through the times of recent steps: least squares with exponential decay.
+
+    A sequence costs more than a token of it: its KV and its recurrent state are read once, with drafts as without. Only
+    steps with drafts tell the two apart. Until some were measured, a prior says what a token costs, so that drafts are
+    tried where that is little.
+    """
 
     def __init__(self) -> None:
-        self._weight = self._tokens = self._squares = self._seconds = self._products = 0.0
+        self._equations = [[0.0] * 4 for _ in range(3)]  # of the three costs: sums of products of sizes, and of seconds
         self.cost = StepCost(1.0, _PRIOR_TOKEN_SHARE)
         """In seconds after the first step; before that, only the ratio of its fields is meaningful."""
 
-    def learn(self, num_tokens: int, seconds: float) -> None:
-        """Add the measured time of a step of `num_tokens` tokens."""
-        if self._weight:
-            seconds = min(seconds, _MAX_OVERRUN * self.cost.seconds(num_tokens))
-        self._weight = self._weight * _DECAY + 1
-        self._tokens = self._tokens * _DECAY + num_tokens
-        self._squares = self._squares * _DECAY + num_tokens**2
-        self._seconds = self._seconds * _DECAY + seconds
-        self._products = self._products * _DECAY + num_tokens * seconds
+    def learn(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
+        """Add the measured time of a step."""
+        if self._equations[0][0]:
+            seconds = min(seconds, _MAX_OVERRUN * self.cost.seconds(num_tokens, num_sequences))
+        sizes = (1.0, num_tokens, num_sequences)
+        for size, equation in zip(sizes, self._equations, strict=True):
+            equation[:] = [_DECAY * sum_ + size * x for sum_, x in zip(equation, (*sizes, seconds), strict=True)]
         self.cost = self._solve()
 
     def _solve(self) -> StepCost:
-        """Least squares with a prior towards lines whose slope is the prior share of their intercept.
-
-        The prior alone determines the slope while all steps have the same number of tokens.
-        """
-        ff = self._weight + _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE**2
-        ft = self._tokens - _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE
-        tt = self._squares + _PRIOR_WEIGHT
-        determinant = ff * tt - ft * ft
-        fixed_s = (tt * self._seconds - ft * self._products) / determinant
-        token_s = (ff * self._products - ft * self._seconds) / determinant
+        """Least squares with a prior: a token costs its usual share of what is fixed, and a sequence nothing."""
+        fixed, token, sequence = map(list, self._equations)
+        fixed[0] += _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE**2
+        fixed[1] -= _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE
+        token[0] -= _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE
+        token[1] += _PRIOR_WEIGHT
+        sequence[2] += _LEAST_WEIGHT
+        fixed_s, token_s, sequence_s = _solution(fixed, token, sequence)
+        if sequence_s < 0:
+            sequence_s = 0.0
+            fixed_s, token_s = _solution([*fixed[:2], fixed[3]], [*token[:2], token[3]])
         if fixed_s <= 0 or token_s <= 0:  # noise: neither a step nor a token is free
-            mean_s = max(self._seconds / self._weight, 1e-9)
-            return StepCost(max(fixed_s, 0.01 * mean_s), max(token_s, 0.001 * mean_s))
-        return StepCost(fixed_s, token_s)
+            mean_s = max(fixed[3] / self._equations[0][0], 1e-9)
+            return StepCost(max(fixed_s, 0.01 * mean_s), max(token_s, 0.001 * mean_s), sequence_s)
+        return StepCost(fixed_s, token_s, sequence_s)
+
+
+def _solution(*equations: list[float]) -> list[float]:
+    """Solve equations [*factors, value] by elimination: their factors are positive definite, so no pivot is 0."""
+    rows, solution = list(equations), [0.0] * len(equations)
+    for number, row in enumerate(rows):
+        for other in range(number + 1, len(rows)):
+            factor = rows[other][number] / row[number]
+            rows[other] = [x - factor * y for x, y in zip(rows[other], row, strict=True)]
+    for number in reversed(range(len(rows))):
+        known = sum(map(mul, rows[number][number + 1 : -1], solution[number + 1 :]))
+        solution[number] = (rows[number][-1] - known) / rows[number][number]
+    return solution
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +139,7 @@ class DraftCosts:
 
     def min_rate(self, num_sequences: int) -> float:
         """The acceptance rate above which a first draft pays off in a batch of `num_sequences` decodes."""
-        return self.min_chance(num_sequences / self.step.seconds(num_sequences))
+        return self.min_chance(num_sequences / self.step.seconds(num_sequences, num_sequences))
 
     def min_chance(self, tokens_per_s: float) -> float:
         """The probability of being accepted above which a draft pays off in a step that makes so many tokens a second
@@ -137,7 +158,7 @@ def plan_lengths(rates: Sequence[float], limits: Sequence[int], costs: DraftCost
     """
     lengths = [0] * len(rates)
     reached = [1.0] * len(rates)  # probability that all drafts so far are accepted
-    tokens, seconds = float(len(rates)), costs.step.seconds(len(rates))
+    tokens, seconds = float(len(rates)), costs.step.seconds(len(rates), len(rates))
     for length in range(1, max(limits, default=0) + 1):
         least = costs.min_chance(tokens / seconds)
         chosen = [

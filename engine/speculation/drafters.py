@@ -270,7 +270,7 @@ class DraftModel:
                 drafted.append(shadow)
         if all(item.num_tokens <= _MAX_ROUND_TOKENS for item in batch.items):
             self._fit = self._fit or CostFit()
-            self._fit.learn(batch.num_tokens, time.perf_counter() - began_s)
+            self._fit.learn(batch.num_tokens, 0, time.perf_counter() - began_s)
         return drafted
 
     def _drafts(self, sequence: SequenceState) -> Drafts:

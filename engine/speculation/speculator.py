@@ -62,7 +62,7 @@ class Speculator:
         """
         seconds = self._clock() - self._began_s.pop(batch.number)
         if not batch.num_prompt_tokens:
-            self._fit.learn(batch.num_tokens, seconds)
+            self._fit.learn(batch.num_tokens, len(batch.items), seconds)
         num_drafts = 0
         for item, output in zip(batch.items, outputs, strict=True):
             num_drafts += len(item.drafts)

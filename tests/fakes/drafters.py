@@ -27,7 +27,7 @@ def eager_speculator(drafter: Drafter, max_drafts: int) -> Speculator:
     """Guesses as much as it may: every step takes a second, however many tokens it computes."""
     fit = CostFit()
     for num_tokens in range(1, 100):
-        fit.learn(num_tokens, 1.0)
+        fit.learn(num_tokens, 1, 1.0)
     return Speculator(drafter, max_drafts, fit, clock=partial(next, map(float, count())))
 
 

@@ -135,26 +135,46 @@ def test_planned_guesses_make_more_tokens_a_second_than_none(
     assert all(length <= most for length in lengths)
     tokens = sum(sum(rate**n for n in range(length + 1)) for rate, length in zip(rates, lengths, strict=True))
     rounds = [sum(length >= n for length in lengths) for n in range(1, max(lengths, default=0) + 1)]
-    drafting_s = sum(costs.round.seconds(count) for count in rounds)
+    drafting_s = sum(costs.round.seconds(count, 0) for count in rounds)
     num_again = tokens - len(rates) if is_repeated else 0
-    speed = tokens / (costs.step.seconds(len(rates) + sum(lengths) + num_again) + drafting_s)
-    assert speed >= len(rates) / costs.step.seconds(len(rates)) * 0.999
+    speed = tokens / (costs.step.seconds(len(rates) + sum(lengths) + num_again, len(rates)) + drafting_s)
+    assert speed >= len(rates) / costs.step.seconds(len(rates), len(rates)) * 0.999
 
 
 def test_cost_is_learnt_from_steps_and_survives_interruptions() -> None:
     fit = CostFit()
     for turn in range(200):
         num_tokens = 1 + turn % 5
-        fit.learn(num_tokens, _CPU.step.seconds(num_tokens) * (40 if turn % 50 == 49 else 1))
+        fit.learn(num_tokens, 1, _CPU.step.seconds(num_tokens, 1) * (40 if turn % 50 == 49 else 1))
     assert 0.7 < fit.cost.fixed_s / _CPU.step.fixed_s < 1.4
     assert 0.3 < fit.cost.token_s / _CPU.step.token_s < 3
+
+
+def test_sequences_and_tokens_have_costs_of_their_own() -> None:
+    """Without drafts, nobody could tell. A step with drafts tells at once, and drafts that seemed to pay stop."""
+    costs, fit = {"sequences": StepCost(0.02, 0.003, 0.008), "tokens": StepCost(0.02, 0.011)}, {}
+    for name, cost in costs.items():
+        fit[name] = CostFit()
+        for num_sequences in (1, 2, 4, 8):
+            for _ in range(20):
+                fit[name].learn(num_sequences, num_sequences, cost.seconds(num_sequences, num_sequences))
+    assert fit["sequences"].cost == fit["tokens"].cost
+    assert plan_lengths([0.8] * 8, [8] * 8, DraftCosts(fit["tokens"].cost, StepCost()))[0] > 0
+    for name, cost in costs.items():
+        fit[name].learn(24, 8, cost.seconds(24, 8))
+        assert fit[name].cost == pytest.approx(cost, rel=0.2, abs=0.001)
+    drafts = {
+        name: plan_lengths([0.8] * 8, [8] * 8, DraftCosts(each.cost, StepCost()))[0] for name, each in fit.items()
+    }
+    assert drafts["sequences"] > 0
+    assert drafts["tokens"] == 0
 
 
 def test_cost_of_steps_that_are_all_alike_is_split_as_usual() -> None:
     fit = CostFit()
     for _ in range(50):
-        fit.learn(8, 0.02)
-    assert abs(fit.cost.seconds(8) - 0.02) < 1e-9
+        fit.learn(8, 8, 0.02)
+    assert abs(fit.cost.seconds(8, 8) - 0.02) < 1e-4
     assert 10 < fit.cost.fixed_s / fit.cost.token_s < 14
 
 

@@ -10,23 +10,15 @@ from types import MappingProxyType
 from mesh.domain.errors import ConfigurationError
 from mesh.process import ProcessSettings
 from mesh.public_tls import PublicTlsSettings, Renewed, server_context
+from mesh.setting_checks import require_above_zero
 from mesh.settings import setting
 
 LMI_SCHEMAS = ("rolling", "0.26", "async")
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite"),
     *("hunyuan_a13b", "qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31", "kimi_k2"),
-    *(
-        "cohere_command3",
-        "cohere_command4",
-        "apertus",
-        "gemma4",
-        "lfm2",
-        "olmo3",
-        "pythonic",
-        "llama4_pythonic",
-        "openai",
-    ),
+    *("cohere_command3", "cohere_command4", "apertus", "gemma4", "lfm2", "olmo3", "pythonic", "llama4_pythonic"),
+    "openai",
 )
 REASONING_PARSERS = (
     *("auto", "none", "qwen3", "deepseek_r1", "mistral", "seed_oss", "cohere_command3", "cohere_command4"),
@@ -41,21 +33,6 @@ _ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tool_call_parser": TOOL_CALL_PARSERS,
         "reasoning_parser": REASONING_PARSERS,
     }
-)
-_POSITIVE = (
-    "max_body_bytes",
-    "max_bodies_bytes",
-    "max_open_requests",
-    "max_connections",
-    "max_client_batch_size",
-    "batch_max_bytes",
-    "batch_concurrency",
-    "request_timeout_s",
-    "handler_start_s",
-    "header_timeout_s",
-    "body_timeout_s",
-    "slow_reader_s",
-    "grace_s",
 )
 
 
@@ -118,9 +95,9 @@ class GatewaySettings(ProcessSettings, PublicTlsSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _POSITIVE:
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name):g}")
+        require_above_zero(self, "max_body_bytes", "max_bodies_bytes", "max_open_requests", "max_connections")
+        require_above_zero(self, "max_client_batch_size", "batch_max_bytes", "batch_concurrency", "request_timeout_s")
+        require_above_zero(self, "handler_start_s", "header_timeout_s", "body_timeout_s", "slow_reader_s", "grace_s")
         if not 0 < self.ping_interval_s <= 15:
             raise ConfigurationError(f"ping_interval_s must be in (0, 15], got {self.ping_interval_s:g}")
         if not 0 <= self.port <= 65535:

@@ -7,6 +7,7 @@ from dataclasses import Field, dataclass, fields
 from decode_worker.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
+from mesh.setting_checks import require_above_zero, require_at_least
 from mesh.settings import ENV_PREFIX, check_settings_file, env_name, flag_name, refuse_misspelt, setting, suggestion
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
@@ -159,10 +160,8 @@ class UpSettings:
     mesh_key: str = setting("", "secret that all services of the mesh share; default: a new random secret", secret=True)
 
     def __post_init__(self) -> None:
-        for name, low in (("prefill", 0), ("decode", 1), ("threads_per_worker", 1), ("routers", 1)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigurationError(f"{name} must be >= {low}, got {value}")
+        require_at_least(self, 0, "prefill")
+        require_at_least(self, 1, "decode", "threads_per_worker", "routers")
         for name in ("port", "http_port", "metrics_port"):
             if not 0 <= (getattr(self, name) or 0) <= 65535:
                 raise ConfigurationError(f"{name} must be in [0, 65535], got {getattr(self, name)}")
@@ -175,9 +174,7 @@ class UpSettings:
         if self.on not in ("", "ray") and not _RAY_CLIENT.fullmatch(self.on):
             raise ConfigurationError(f"on must be ray or ray://HOST:PORT, got {self.on!r}")
         self._check_limits()
-        limit_s = self.model_loading_timeout
-        if limit_s is not None and not 0 < limit_s < float("inf"):
-            raise ConfigurationError(f"model_loading_timeout must be > 0, got {limit_s:g}")
+        require_above_zero(self, "model_loading_timeout")
 
     def _check_limits(self) -> None:
         for name, start in (("prefill", self.num_prefill), ("decode", self.decode)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.domain.errors import ConfigurationError
+from mesh.setting_checks import require_above_zero
 from mesh.settings import suggestion
 from tandem_cli.optimization.candidates import PRECISIONS, SPECULATIONS, Layout
 
@@ -40,10 +41,7 @@ class Recipe:
         _require_known("speculation", self.speculation, SPECULATIONS)
         if "draft" in self.speculation and not self.draft_model:
             raise ConfigurationError("speculation draft needs draft_model: --draft-model, or draft_model in the recipe")
-        for name in (*_WHOLE, "slo_ttft", "slo_itl", "price_per_hour"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigurationError(f"{name} must be > 0, got {value:g}")
+        require_above_zero(self, *_WHOLE, "slo_ttft", "slo_itl", "price_per_hour")
         if not 0 <= self.max_quality_loss < 1:
             raise ConfigurationError(f"max_quality_loss must be in [0, 1), got {self.max_quality_loss:g}")
 

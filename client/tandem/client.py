@@ -35,10 +35,23 @@ R = TypeVar("R")
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_RESUME_TIMEOUT_S = 60.0
-NOT_PICKLED = "a client cannot be pickled, because its connection belongs to this process: make one in each process"
 
 
-class AsyncClient:
+class BoundToProcess:
+    """Base of both clients, whose connection belongs to this process: they can be copied, but not pickled."""
+
+    def __copy__(self) -> Self:
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a client cannot be pickled, because its connection belongs to this process: make one in each process"
+        )
+
+
+class AsyncClient(BoundToProcess):
     """A client of one Tandem router, or of several routers that serve the same models.
 
         async with tandem.AsyncClient("127.0.0.1:50051") as client:
@@ -88,14 +101,6 @@ class AsyncClient:
         client = copy.copy(self)
         client._connection = self._connection.acting_for(api_key)
         return client
-
-    def __copy__(self) -> Self:
-        twin = object.__new__(type(self))
-        vars(twin).update(vars(self))
-        return twin
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(NOT_PICKLED)
 
     async def __aenter__(self) -> Self:
         return self

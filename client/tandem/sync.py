@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 from tandem._requests import GenerateArguments, TokenizeArguments
 from tandem._routers import FORK_ADVICE, ChannelFactory, Tls
-from tandem.client import DEFAULT_ADDRESS, NOT_PICKLED, AsyncClient
+from tandem.client import DEFAULT_ADDRESS, AsyncClient, BoundToProcess
 from tandem.exceptions import Cancelled
 from tandem.mesh import HistoryPoint, Mesh, Worker
 from tandem.models import Model, Result, Token, TokenEvent
@@ -151,7 +151,7 @@ async def _cancel_others() -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Client:
+class Client(BoundToProcess):
     """Synchronous version of AsyncClient, with the same methods. Threads may share one client. A forked process makes
     its own, and only if its parent has made no call: gRPC does not survive a fork; the start method spawn always works.
     A client that is not closed keeps its connection and a thread while anything holds it or one of its streams.
@@ -168,14 +168,6 @@ class Client:
         client = copy.copy(self)
         client._client = self._client.acting_for(api_key)
         return client
-
-    def __copy__(self) -> Self:
-        twin = object.__new__(type(self))
-        vars(twin).update(vars(self))
-        return twin
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(NOT_PICKLED)
 
     def __enter__(self) -> Self:
         return self

@@ -69,7 +69,7 @@ async def serving(app: Starlette, settings: GatewaySettings) -> AsyncIterator[st
     )
     with _listen(settings) as listener:
         async with serving_at(app, listener, settings.grace_s, limits, tls):
-            yield _address(listener)
+            yield join_host(*listener.getsockname()[:2])
 
 
 @contextlib.asynccontextmanager
@@ -167,11 +167,6 @@ def _listen(settings: GatewaySettings) -> socket.socket:
         reason = (error.strerror or str(error)).lower()
         raise ConfigurationError(f"cannot listen on {settings.host}:{settings.port}, {reason}") from error
     return listener
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return join_host(host, port)
 
 
 async def cancel_on_disconnect(coroutine: Coroutine[object, object, Response], request: Request) -> Response:

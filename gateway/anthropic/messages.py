@@ -10,9 +10,9 @@ from gateway.anthropic.requests import NAMES, MessagesBody, PromptBody, chat_of
 from gateway.errors import Problem, anthropic_error_body
 from gateway.exchange import Exchange
 from gateway.openai.answer_parser import AnswerFormat, Block, BlockAdded, BlockBegun, BlockParser, BlockStep, plan_chat
-from gateway.openai.arguments import parsed_arguments
-from gateway.openai.parameters import tokenize_arguments
+from gateway.openai.call_arguments import parsed_arguments
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
+from gateway.openai.sdk_arguments import tokenize_arguments
 from gateway.schema import Json
 from tandem import FinishReason, TokenEvent, Usage
 

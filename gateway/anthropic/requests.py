@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 
 from gateway.anthropic.tools import CacheControl, Tool, ToolChoice, chat_tools
 from gateway.errors import InvalidField
+from gateway.openai.chat_template import joined_turns
 from gateway.openai.requests import ContentPart
-from gateway.openai.turns import joined_turns
 from gateway.schema import (
     MAX_MESSAGES,
     Body,

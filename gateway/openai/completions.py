@@ -9,7 +9,6 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import SSE_DONE, Answer, Framing, collect, stream_answer, total_usage
 from gateway.errors import InvalidField, Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.parameters import completion_arguments, model_of
 from gateway.openai.requests import ClientFieldNames, CompletionBody, check_ranges
 from gateway.openai.response_parts import (
     CompletionLogprobs,
@@ -22,6 +21,7 @@ from gateway.openai.response_parts import (
     visible_tokens,
     without_stop_tokens,
 )
+from gateway.openai.sdk_arguments import completion_arguments, model_of
 from gateway.schema import AnyJson, Body, Json, Name
 from tandem import Choice, FinishReason, Model, Token, TokenEvent
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 
-from gateway.openai.tagged_calls import find_mark
+from gateway.openai.tagged_calls import find_begun_mark, find_mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,5 @@ class _Answer:
         closing = next(filter(end.endswith, self._closings), "")
         at = len(end) - len(closing)
         if not closing:
-            at = len(self._buffer) - max(map(self._num_begun, self._closings))
+            at = find_begun_mark(self._buffer, self._closings)
         return len(self._buffer) - len(self._buffer[:at].rstrip())
-
-    def _num_begun(self, mark: str) -> int:
-        """Count the characters at the end that may begin the mark."""
-        return next((size for size in range(len(mark) - 1, 0, -1) if self._buffer.endswith(mark[:size])), 0)

@@ -266,13 +266,14 @@ class _Value:
 def find_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
     """Return the place of the first mark and the mark; without one, how much of the text cannot belong to a mark."""
     matches = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
-    if matches:
-        return min(matches)
+    return min(matches) if matches else (find_begun_mark(text, marks), "")
+
+
+def find_begun_mark(text: str, marks: Sequence[str]) -> int:
+    """Return the place of the first end of the text that may begin a mark; the text's length if none may."""
     longest = min(max(map(len, marks)) - 1, len(text))
-    beginnings = (
-        at for at in range(len(text) - longest, len(text)) if any(mark.startswith(text[at:]) for mark in marks)
-    )
-    return next(beginnings, len(text)), ""
+    places = range(len(text) - longest, len(text))
+    return next((at for at in places if any(mark.startswith(text[at:]) for mark in marks)), len(text))
 
 
 def parameter_types(parameters: object, name: str) -> frozenset[str]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from starlette.responses import JSONResponse, Response
 
 from gateway.exchange import Exchange
-from gateway.openai.parameters import model_of, tokenize_arguments
 from gateway.openai.requests import ChatBody, ClientFieldNames
+from gateway.openai.sdk_arguments import model_of, tokenize_arguments
 from gateway.schema import Body, Json, Name, TokenIds
 from tandem import Token, TokenizeArguments
 

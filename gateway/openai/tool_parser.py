@@ -14,6 +14,7 @@ from enum import Enum, auto
 from types import MappingProxyType
 
 from gateway.openai.call_reader import CallReader, NotACall, Piece, Text
+from gateway.openai.tagged_calls import find_begun_mark
 
 _BETWEEN_CALLS = " \t\r\n,;[]}"
 """Separators, and a brace too many behind a call."""
@@ -249,8 +250,4 @@ class ToolCallParser:
 
 def _num_held(text: str, marker: str) -> int:
     """Count the characters at the end that may be a prefix of the marker, or the white space before it."""
-    if not marker:
-        return 0
-    longest = next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
-    before = text[: len(text) - longest]
-    return longest + len(before) - len(before.rstrip())
+    return len(text) - len(text[: find_begun_mark(text, (marker,))].rstrip()) if marker else 0

@@ -10,8 +10,8 @@ from gateway.answers import SSE, Answer, Framing, OwnTexts, collect, failed_stre
 from gateway.errors import Problem, UnsupportedMediaType, tgi_error_body
 from gateway.exchange import Exchange
 from gateway.metrics import Phases
-from gateway.openai.parameters import tokenize_arguments
 from gateway.openai.requests import ChatBody
+from gateway.openai.sdk_arguments import tokenize_arguments
 from gateway.openai.tokens import tokenize_as_vllm
 from gateway.schema import Json, read_json
 from gateway.tgi.requests import GenerateBody, TokenizeBody, generate_arguments

@@ -10,11 +10,11 @@ from gateway.answers import SSE_NAMED, drain, stream_answer
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.answer_parser import AnswerFormat, Block, BlockAdded, BlockBegun, BlockParser, BlockStep, plan_chat
-from gateway.openai.parameters import tokenize_arguments
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
 from gateway.openai.responses.logprobs import TextLogprobs
 from gateway.openai.responses.requests import NAMES, ResponsesBody, chat_of, check_stateless
 from gateway.openai.responses.tools import callees, free_text_of
+from gateway.openai.sdk_arguments import tokenize_arguments
 from gateway.schema import Json
 from tandem import TokenEvent
 

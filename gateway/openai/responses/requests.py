@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from gateway.errors import InvalidField
+from gateway.openai.chat_template import joined_turns, template_values
 from gateway.openai.requests import ContentPart
 from gateway.openai.responses.tools import (
     Tool,
@@ -15,7 +16,6 @@ from gateway.openai.responses.tools import (
     invalid_value,
     name_in_chat,
 )
-from gateway.openai.turns import joined_turns, template_values
 from gateway.schema import (
     MAX_MESSAGES,
     AnyJson,

@@ -13,7 +13,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from gateway.errors import InvalidField
-from gateway.openai.arguments import parsed_arguments
+from gateway.openai.call_arguments import parsed_arguments
 from gateway.schema import Body, Few, Json, JsonObject, Name, check, require_members
 
 _CALLABLE = ("function", "custom")

@@ -9,8 +9,8 @@ from checkpoint.grammar import GrammarCompiler
 from gateway.errors import Problem
 from gateway.openai.answer_parser import AnswerFormat
 from gateway.openai.chat import build_message
-from gateway.openai.parameters import chat_arguments
 from gateway.openai.requests import ChatBody, ClientFieldNames
+from gateway.openai.sdk_arguments import chat_arguments
 from gateway.openai.tool_choice import CALL_FORMATS, parse_tool_use
 from mesh.domain.request import MAX_GRAMMAR_CHARS, Structure, StructureKind
 from tandem import FinishReason, GenerateArguments, InvalidRequest

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.openai.answer_parser import AnswerFormat, AnswerParser
 from gateway.openai.call_reader import CallBegun
 from gateway.openai.chat import build_message
-from gateway.openai.parameters import messages_of
+from gateway.openai.chat_template import messages_of
 from gateway.openai.requests import ChatBody
 from gateway.openai.tool_choice import CallParser, ToolUse, parse_tool_use
 from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, ToolCallParser, ToolFormat

@@ -1,12 +1,10 @@
-"""OpenAI requests to arguments of the SDK."""
+"""Translates OpenAI's requests to arguments of the SDK."""
 
-import json
 from dataclasses import asdict
 
-from gateway.errors import InvalidField
-from gateway.openai.requests import ChatBody, CompletionBody, Message, SamplingBody
+from gateway.openai.chat_template import rendering_of
+from gateway.openai.requests import ChatBody, CompletionBody, SamplingBody
 from gateway.openai.tool_choice import ToolUse
-from gateway.openai.turns import template_values
 from gateway.schema import Json, structure_arguments
 from mesh.domain.json_text import parse_json
 from tandem import GenerateArguments, InvalidRequest, Model, TokenizeArguments
@@ -17,10 +15,6 @@ _DAY_S = 24 * 3600.0
 # Face's client for JavaScript sends the server's own address.
 _NO_NAMES = ("", "tgi", "TGI", "dummy", "lmi")
 _ADDRESSES = ("http://", "https://")
-# OpenAI's newer role names, as chat templates know them.
-_ROLES = {"developer": "system"}
-_WITH_CONTENT = ("user", "system", "developer")
-_EXTRAS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
 def model_of(name: str) -> str | None:
@@ -91,7 +85,7 @@ def _schema_of_answer(body: ChatBody) -> Json | None:
 
 
 def _with_recommended(body: SamplingBody, model: Model | None) -> SamplingBody:
-    """Return the body with what its client leaves out and the model recommends, as vLLM has it."""
+    """Return the body with the model's recommended sampling where the client sets none, as in vLLM."""
     recommended = {} if model is None else asdict(model.sampling_defaults)
     missing = {name: value for name, value in recommended.items() if value is not None and getattr(body, name) is None}
     return body.model_copy(update=missing) if missing else body
@@ -143,7 +137,7 @@ def _truncation(body: SamplingBody, max_new_tokens: int | None, model: Model | N
 
 
 def _cache_hints(body: SamplingBody) -> GenerateArguments:
-    """Tandem's own members come before OpenAI's, of which one is as good as two of ours."""
+    """Tandem's own members take precedence. OpenAI's "24h" stands for a high priority and a day."""
     is_long = body.prompt_cache_retention == "24h"
     return GenerateArguments(
         session_id=body.prompt_cache_key,
@@ -175,60 +169,3 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Gene
 def tokenize_arguments(body: ChatBody, timeout_s: float) -> TokenizeArguments:
     """Return the SDK arguments that tokenise a chat's prompt. Raises InvalidRequest."""
     return rendering_of(body) | TokenizeArguments(model=model_of(body.model), timeout=timeout_s)
-
-
-def rendering_of(body: ChatBody) -> TokenizeArguments:
-    """Return the arguments of the chat template. Raises InvalidRequest."""
-    return TokenizeArguments(
-        messages=messages_of(body),
-        tools=None if body.tool_choice == "none" else body.tools,
-        chat_template_kwargs=template_values(body.reasoning_effort, body.chat_template_kwargs),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )
-
-
-def messages_of(body: ChatBody) -> list[Json]:
-    """The messages that the chat template receives. Raises InvalidRequest for content that is not text."""
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)]
-
-
-def _message(message: Message, path: str) -> Json:
-    """No calls is the same as an empty list of them, which other servers answer and clients send back: templates would
-    show calls in place of the content.
-    """
-    extra = {name: value for name in _EXTRAS if (value := getattr(message, name)) not in (None, [])}
-    if isinstance(message.reasoning, str):
-        extra.setdefault("reasoning_content", message.reasoning)
-    for call in extra.get("tool_calls", ()):
-        _read_arguments(call)
-    return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message, path)}
-
-
-def _read_arguments(call: Json) -> None:
-    """Replace JSON text by the parsed object, because templates serialise arguments themselves. Text that is no JSON,
-    or has numbers or halves of characters that JSON text cannot have, stays as it is. A call without arguments has an
-    empty object, also if the client wrote an empty text or nothing.
-    """
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments") or "", str):
-        try:
-            value = json.loads(function.get("arguments") or "{}")
-            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
-        except (ValueError, RecursionError):
-            return
-        if isinstance(value, dict):
-            call["function"] = {**function, "arguments": value}
-
-
-def _text(message: Message, path: str) -> str:
-    """The text of a message, which `path` names in errors. Only turns of assistants and tools may do without."""
-    if message.content is None and message.role in _WITH_CONTENT:
-        code = "missing_required_parameter"
-        raise InvalidField(f"Missing required parameter: '{path}.content'.", field=f"{path}.content", code=code)
-    if not isinstance(message.content, list):
-        return message.content or ""
-    for part in message.content:
-        if part.type not in ("text", "refusal"):
-            raise InvalidField(f"content of type {part.type[:64]!r} is not supported: only text is", field="messages")
-    return "\n".join(part.shown for part in message.content)

@@ -1,4 +1,4 @@
-"""The arguments of a call as an object, for clients that do not take text. No model is held to JSON."""
+"""Parses the arguments of a tool call, for APIs that send an object. Models may write invalid JSON."""
 
 import json
 import math
@@ -17,9 +17,7 @@ _ESCAPE = re.compile(
 
 
 def parsed_arguments(arguments: str) -> Json:
-    """Parse the arguments of a call: those that are there, if the answer was cut off within them or is no JSON from
-    some place on. Numbers that JSON does not have become null.
-    """
+    """Parse as many arguments as are valid JSON, for an answer may be cut off. NaN and infinity become null."""
     text = _ESCAPE.sub(lambda escape: r"\ufffd" if escape["half"] else escape[0], arguments)
     for part in (text, _mended(text)):
         try:
@@ -31,7 +29,7 @@ def parsed_arguments(arguments: str) -> Json:
 
 
 def _mended(text: str) -> str:
-    """Return the text with the line breaks in its strings as escapes, or up to where it stops being JSON."""
+    """Escape line breaks within strings, or cut the text off where it stops being JSON."""
     try:
         return json.dumps(parse_json(text, strict=False))
     except json.JSONDecodeError as error:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import tandem
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
-from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply
+from tandem_cli.load_test.load_generator import LoadGenerator, OnToken, Reply
 
 Send: TypeAlias = Callable[[list[int], int, OnToken], Awaitable[int]]
 """`send(prompt, max_new_tokens, on_token)` runs one request and returns its number of tokens."""

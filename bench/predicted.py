@@ -30,7 +30,7 @@ from tandem_cli.load_test import figures as load_figures
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import Slo
 from tandem_cli.load_test.jobs import Lengths, read_trace
-from tandem_cli.load_test.load import LoadGenerator, mesh_target
+from tandem_cli.load_test.load_generator import LoadGenerator, mesh_target
 from tandem_cli.simulation import figures as simulated_figures
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.measure import MeshMeter

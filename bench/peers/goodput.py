@@ -24,7 +24,7 @@ from bench.peers.process import PeerFailed
 from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import Failed, Slo, figures, goodput
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
-from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, as_failure, poisson_arrivals
+from tandem_cli.load_test.load_generator import LoadGenerator, OnToken, Reply, as_failure, poisson_arrivals
 
 _VOCAB_SIZE = 32000
 Figures = dict[str, float]

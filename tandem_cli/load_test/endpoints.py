@@ -19,7 +19,7 @@ from mesh.settings import setting
 from tandem.sync import ClientOptions
 from tandem_cli.load_test.benchmark import Arm
 from tandem_cli.load_test.figures import RunFailed
-from tandem_cli.load_test.load import Target, mesh_target
+from tandem_cli.load_test.load_generator import Target, mesh_target
 
 PACE_ENV = "TANDEM_PACE"
 """The variable with the pace of workers that only simulate a model (paced.py): ms per step, ms per token in it."""
@@ -100,7 +100,7 @@ async def openai_endpoint(
     url: str, model: str, *, api_key: str | None = None, vocab_size: int = 1000, as_text: bool = False
 ) -> AsyncIterator[Endpoint]:
     """An OpenAI-compatible server that is already running."""
-    from tandem_cli.load_test.openai import OpenAITarget
+    from tandem_cli.load_test.openai_target import OpenAITarget
 
     async with OpenAITarget(url, model, api_key=api_key) as target:
         yield Endpoint(target, vocab_size, about={"server": url, "model": model}, as_text=as_text)

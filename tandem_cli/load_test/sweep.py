@@ -11,7 +11,7 @@ from tandem_cli.load_test.benchmark import Benchmark, Case, Kind
 from tandem_cli.load_test.endpoints import Endpoint, Opener
 from tandem_cli.load_test.figures import OnDone, Record, Run, RunFailed
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
-from tandem_cli.load_test.load import LoadGenerator, poisson_arrivals, run_burst, run_threads
+from tandem_cli.load_test.load_generator import LoadGenerator, poisson_arrivals, run_burst, run_threads
 from tandem_cli.load_test.report import Report
 
 _STEADY_INPUT_TOKENS = 32

@@ -13,7 +13,7 @@ import tandem
 from tandem_cli.load_test.endpoints import memory_of, own_mesh
 from tandem_cli.load_test.figures import Outcome, RunFailed, Slo, figures
 from tandem_cli.load_test.jobs import Job
-from tandem_cli.load_test.load import LoadGenerator, mesh_target
+from tandem_cli.load_test.load_generator import LoadGenerator, mesh_target
 from tandem_cli.local_mesh.hardware import available_cores
 from tandem_cli.optimization.choice import OTHER_LOAD
 

@@ -11,7 +11,7 @@ from tandem_cli.load_test.benchmark import Arm
 from tandem_cli.load_test.endpoints import own_endpoint
 from tandem_cli.load_test.figures import Outcome, RunFailed
 from tandem_cli.load_test.jobs import Lengths, random_jobs
-from tandem_cli.load_test.load import LoadGenerator
+from tandem_cli.load_test.load_generator import LoadGenerator
 from tandem_cli.main import main
 from tests.warm import forks
 

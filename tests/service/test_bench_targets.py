@@ -23,8 +23,8 @@ from tandem_cli.load_test.figures import (
     figures,
 )
 from tandem_cli.load_test.jobs import Job
-from tandem_cli.load_test.load import LoadGenerator, run_burst, run_threads
-from tandem_cli.load_test.openai import OpenAITarget
+from tandem_cli.load_test.load_generator import LoadGenerator, run_burst, run_threads
+from tandem_cli.load_test.openai_target import OpenAITarget
 from tandem_cli.load_test.report import Report
 from tandem_cli.load_test.sweep import Sweep, Watcher
 from tests.fakes.openai_server import (

@@ -14,7 +14,7 @@ import httpx2
 
 from tandem_cli.load_test.figures import Failed, Refused
 from tandem_cli.load_test.jobs import Job
-from tandem_cli.load_test.load import OnToken, Reply
+from tandem_cli.load_test.load_generator import OnToken, Reply
 
 _TOO_MANY_REQUESTS = 429
 _TIMEOUT_S = 600.0
@@ -24,7 +24,7 @@ _MAX_ERROR_CHARS = 200
 
 
 class OpenAITarget:
-    """A `Target` (see load.py) for one server. Use it as a context manager."""
+    """A `Target` (see load_generator.py) for one server. Use it as a context manager."""
 
     def __init__(self, url: str, model: str, *, api_key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

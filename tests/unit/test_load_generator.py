@@ -15,7 +15,7 @@ from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.benchmark import PRESETS, Benchmark, BurstShape, Case, Kind
 from tandem_cli.load_test.figures import Failed, Outcome, Slo
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs, read_jobs, read_trace
-from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, poisson_arrivals
+from tandem_cli.load_test.load_generator import LoadGenerator, OnToken, Reply, poisson_arrivals
 
 LENGTHS = Lengths(4, 9, vocab_size=100)
 JOBS = random_jobs(Lengths(4, 3), 24, 0)

@@ -1,6 +1,6 @@
 """Access checks of an HTTP request: its API key, its Host header, and the origin of the page that sent it.
 
-The router checks the key of each call. The gateway checks the key earlier, by a cheap call of the router, so that a
+The router checks the key of each call. The gateway checks the key earlier, by a cheap call to the router, so that a
 request with an invalid key is refused before its body is read. Valid keys are cached for a few seconds.
 """
 
@@ -24,7 +24,7 @@ _BEARER = "bearer "
 _AWS_KEY_ID = re.compile(r"AWS4-HMAC-SHA256 Credential=([^/,\s]+)/", re.IGNORECASE)
 _CACHE_S = 10.0
 _MAX_CACHED = 1024
-# As at the router (router.tenants).
+# The same limit as the router's (router/tenants.py).
 MAX_KEY_CHARS = 1024
 _CHECK_TIMEOUT_S = 5.0
 _OPEN = (

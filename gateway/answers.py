@@ -122,8 +122,8 @@ def bytes_of(token: Token | TopToken) -> bytes:
 
 
 class OwnTexts:
-    """Gives the tokens of one choice the texts that they add to it whatever becomes of stop strings, as TGI does: a
-    character is that of its last token.
+    """Decodes the text of each token of one choice, as TGI shows it: nothing is held back for stop strings, and a
+    character belongs to the last of its tokens.
     """
 
     def __init__(self) -> None:

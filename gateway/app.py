@@ -64,8 +64,8 @@ def _openai_routes() -> list[BaseRoute]:
             Route(f"{prefix}/responses/input_tokens", Endpoint(OPENAI, count_input_tokens), methods=["POST"]),
             *_batch_routes(prefix),
             Route(f"{prefix}/embeddings", Endpoint(OPENAI, embeddings), methods=["POST"]),
-            Route(f"{prefix}/models", _OfEither(list_models), methods=["GET"]),
-            Route(f"{prefix}/models/{{model:path}}", _OfEither(get_model), methods=["GET"]),
+            Route(f"{prefix}/models", _SharedRoute(list_models), methods=["GET"]),
+            Route(f"{prefix}/models/{{model:path}}", _SharedRoute(get_model), methods=["GET"]),
         )
     ]
 
@@ -140,8 +140,8 @@ def _web_routes() -> list[BaseRoute]:
     ]
 
 
-class _OfEither:
-    """A route that OpenAI's and Anthropic's APIs share. Anthropic's clients say which version of its API they speak."""
+class _SharedRoute:
+    """A route of both OpenAI's and Anthropic's API. Anthropic's clients send the header `anthropic-version`."""
 
     def __init__(self, handler: Handler) -> None:
         self._openai = Endpoint(OPENAI, handler)
@@ -153,7 +153,7 @@ class _OfEither:
 
 
 def _middleware(backend: Backend) -> list[Middleware]:
-    outer = [Middleware(_OwnTarget), Middleware(_RequestId), Middleware(_HostCheck, backend=backend)]
+    outer = [Middleware(_AbsoluteTarget), Middleware(_RequestId), Middleware(_HostCheck, backend=backend)]
     if not backend.allowed_origins:
         return outer
     cors = Middleware(
@@ -166,8 +166,8 @@ def _middleware(backend: Backend) -> list[Middleware]:
     return [*outer, cors]
 
 
-class _OwnTarget:
-    """Takes a whole URL as the target of a request, as proxies send it. Its host goes before the Host header (RFC 9112,
+class _AbsoluteTarget:
+    """Accepts an absolute URL as the request's target, as proxies send it. Its host replaces the Host header (RFC 9112,
     section 3.2.2).
     """
 
@@ -185,7 +185,7 @@ class _OwnTarget:
 
 
 class _RequestId:
-    """Gives answers of no endpoint, such as redirects, their request's id."""
+    """Adds the request's id to responses that no endpoint made, such as redirects."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -246,7 +246,7 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
 
 
 def _error(path: str, status: int, kind: str, message: str) -> Response:
-    """The response to a request that gets to no endpoint. `kind` is LMI's name for the error."""
+    """The response to a request that reaches no endpoint. `kind` is LMI's name for the error."""
     row = Row(Reply(status, "invalid_request_error"), Reply(status, kind), Reply(status))
     return _dialect_of(path).error_response(Problem(row, message))
 

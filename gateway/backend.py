@@ -57,42 +57,31 @@ class RequestSlots:
 
 
 class BodyBudget:
-    """Counts the bytes that the bodies of all open requests hold beyond `SMALL_BODY_BYTES` each."""
+    """Bounds the bytes that the bodies of all open requests hold beyond `SMALL_BODY_BYTES` each."""
 
     def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._num_bytes = 0
 
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """One request's share, returned at the end of the block. Yields `grow`: call it with the bytes that the body
+        has so far. It raises Overloaded, and takes none, if too few are left.
+        """
+        num_held = 0
 
-    def resize(self, num_bytes: int) -> None:
-        """Take `num_bytes`, or return them if negative. Raises Overloaded, and takes none, if too few are left."""
-        if num_bytes > 0 and self._num_bytes + num_bytes > self._max_bytes:
-            raise tandem.Overloaded("too many large bodies are being read; try again later", retry_after_s=1.0)
-        self._num_bytes += num_bytes
+        def grow(num_bytes: int) -> None:
+            nonlocal num_held
+            num_more = max(0, num_bytes - SMALL_BODY_BYTES) - num_held
+            if num_more > 0 and self.num_bytes + num_more > self._max_bytes:
+                raise tandem.Overloaded("too many large bodies are being read; try again later", retry_after_s=1.0)
+            self.num_bytes += num_more
+            num_held += num_more
 
-
-class BodyShare:
-    """One request's share of the budget, empty at first, and returned at the end of its `with` block."""
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self._num_bytes = 0
-
-    def grow(self, num_bytes: int) -> None:
-        """Record that the body has `num_bytes` so far. Raises Overloaded."""
-        num_large_bytes = max(0, num_bytes - SMALL_BODY_BYTES)
-        self._budget.resize(num_large_bytes - self._num_bytes)
-        self._num_bytes = num_large_bytes
-
-    def __enter__(self) -> "BodyShare":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._budget.resize(-self._num_bytes)
-        self._num_bytes = 0
+        try:
+            yield grow
+        finally:
+            self.num_bytes -= num_held
 
 
 class BodyParser:
@@ -114,24 +103,19 @@ class RouterHealth:
     Concurrent callers share one query.
     """
 
-    def __init__(self, client: tandem.AsyncClient, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, client: tandem.AsyncClient) -> None:
         self._client = client
-        self._clock = clock
         self._query: asyncio.Task[bool] | None = None
         self._is_ready = False
         self._fresh_until_s = 0.0
 
     async def is_ready(self) -> bool:
         """True if the router and at least one complete path of workers serve. Answers within a second."""
-        if self._clock() < self._fresh_until_s:
+        if time.monotonic() < self._fresh_until_s:
             return self._is_ready
         if self._query is None or self._query.done():
             self._query = asyncio.create_task(self._query_router())
         return await asyncio.shield(self._query)
-
-    def forget(self) -> None:
-        """Discard the cached answer: the next call asks the router."""
-        self._fresh_until_s = 0.0
 
     async def _query_router(self) -> bool:
         try:
@@ -139,7 +123,7 @@ class RouterHealth:
             self._is_ready = True
         except tandem.TandemError:
             self._is_ready = False
-        self._fresh_until_s = self._clock() + _HEALTH_FRESH_S
+        self._fresh_until_s = time.monotonic() + _HEALTH_FRESH_S
         return self._is_ready
 
 

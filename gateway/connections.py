@@ -48,13 +48,13 @@ _MAX_INTERVAL_S = 1.0
 # Every answer begins with these bytes. Several are needed if proxies in between pass FIN and bytes on one by one.
 _ANSWER_START = b"HTTP/1.1 "
 _FIRST_PROBE_S, _MAX_PROBE_S = 0.01, 1.0
-# While the server does not wait for it, a client may take nothing of what is in the kernel for so many times
-# `slow_reader_s`. One that has vanished acknowledges nothing, too.
+# While the server does not wait for a client, it may leave bytes in the kernel unread for `slow_reader_s` times this. A
+# client that has vanished acknowledges nothing either.
 _PATIENCE = 2
-# The kernel drops what it keeps for a closed connection after about so long by itself.
+# The kernel itself drops the unread bytes of a closed connection after about this long.
 _KERNEL_S = 300.0
 _INT = struct.Struct("i")
-# SO_LINGER on, 0 s: on close the kernel drops its unsent bytes, too.
+# SO_LINGER with 0 s: on close the kernel drops its unsent bytes.
 _NO_LINGER = struct.pack("ii", 1, 0)
 # asyncio's own limits on both ends of a TLS connection; `Connection.is_overdue` has better ones.
 _NO_LIMIT_S = 1e6
@@ -102,7 +102,7 @@ class Connections:
 
     def _create(self, **options: Any) -> asyncio.BaseProtocol:
         connection = Connection(self, **options)
-        return connection if self._tls is None else _Unknown(connection, self, self._tls)
+        return connection if self._tls is None else _FirstByte(connection, self, self._tls)
 
     def opened(self, connection: "Connection") -> None:
         """Register a connection. At the limit, close the one that has been idle longest, which may be the new one."""
@@ -126,9 +126,9 @@ class Connections:
         self._without_request.pop(connection, None)
 
     def lost(self, connection: "Connection", age_s: float) -> None:
-        """Its socket is closed next. The kernel keeps what the client has not taken, but not for minutes: for as long
-        as a client may take nothing of an open connection. Time counts from when the client's window was first full,
-        however much it takes then, so the connection's age is added.
+        """Its socket is about to be closed. The kernel keeps unread bytes only as long as a client of an open one
+        may leave them. It counts from when the client's window was first full, even if the client has read since then,
+        so the connection's age is added.
         """
         self.closed(connection)
         limit_s = age_s + _PATIENCE * self._limits.slow_reader_s
@@ -138,7 +138,7 @@ class Connections:
                 wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * limit_s))
 
     def now_s(self) -> float:
-        """The time, but not that in which the event loop had no core to run on: it counts against no client."""
+        """The loop's time without the periods in which it had no core to run on: they count against no client."""
         return asyncio.get_running_loop().time() - self._late_s
 
     async def watch(self) -> None:
@@ -155,7 +155,7 @@ class Connections:
                         log.warning("closing connections whose request does not come in time", header_timeout_s=limit_s)
 
     def drop_handshakes(self) -> None:
-        """Close what has no TLS yet: uvicorn does not know it, and asyncio's server ends only after all connections."""
+        """Close connections without TLS yet. uvicorn does not know them, and asyncio's server waits for their end."""
         for connection in list(self._all):
             if connection.scheme is None:
                 self._drop(connection)
@@ -192,7 +192,7 @@ class Connection(H11Protocol):
             self.accepted(transport)
 
     def accepted(self, wire: asyncio.Transport) -> None:
-        """The TCP connection is there. From now on the client has `header_timeout_s`, for a handshake, too."""
+        """The TCP connection is open. From now on the client has `header_timeout_s`, TLS handshake included."""
         self.wire = wire
         self._accepted_s = self._awaited_s = self._took_s = self._others.now_s()
         self._others.opened(self)
@@ -202,7 +202,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def leave(self) -> None:
-        """The TCP connection is over, with or without a handshake before."""
+        """The TCP connection has ended, whether it had a TLS handshake or not."""
         self._others.lost(self, self._others.now_s() - self._accepted_s)
 
     def data_received(self, data: bytes) -> None:
@@ -220,8 +220,8 @@ class Connection(H11Protocol):
         return True
 
     def end(self) -> None:
-        """Close the connection behind the bytes written. The rest of an unfinished body is read and dropped; TLS has no
-        half to close meanwhile, so a client that ignores the answer's length waits for the end of `header_timeout_s`.
+        """Close the connection once the written bytes are sent. The rest of an unfinished body is read and dropped. TLS
+        cannot close one half meanwhile, so a client that ignores the answer's length waits for `header_timeout_s`.
         """
         if self.cycle.more_body:
             self._is_ending, self._awaited_s = True, self._others.now_s()
@@ -291,7 +291,7 @@ class Connection(H11Protocol):
 
     @property
     def awaits_headers(self) -> bool:
-        """A request, or its headers, have begun and not come; or nothing has come yet."""
+        """True while a request's headers are incomplete, before its first byte too."""
         return self._awaited_s is not None and not self._is_answering
 
     @property
@@ -303,8 +303,8 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
 
-class _Unknown(asyncio.Protocol):
-    """A TCP connection whose client has sent nothing: over TLS or, by mistake, plain HTTP."""
+class _FirstByte(asyncio.Protocol):
+    """A TCP connection whose client has sent nothing yet. The first byte tells TLS from plain HTTP, sent by mistake."""
 
     def __init__(self, above: Connection, others: Connections, tls: TlsContext) -> None:
         self._above, self._others, self._tls = above, others, tls
@@ -331,9 +331,8 @@ class _Unknown(asyncio.Protocol):
 
 
 class _TlsLayer(SSLProtocol):
-    """TLS below one connection. A server's option `ssl` would tell of a connection only after its handshake, and any
-    number of clients could keep descriptors by beginning none. `loop.start_tls` is given what it has not yet read, and
-    cannot be given the client's first bytes.
+    """TLS below one connection. asyncio's own option `ssl` reports a connection only after its handshake, so clients
+    could hold any number of descriptors by beginning none. `loop.start_tls` cannot take bytes that were already read.
     """
 
     max_size = 16 << 10
@@ -352,7 +351,7 @@ class _TlsLayer(SSLProtocol):
             self.buffer_updated(len(piece))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._above.leave()  # it hears of the end only if the handshake is over
+        self._above.leave()  # asyncio tells it only if the handshake is over
         super().connection_lost(exc)
 
 
@@ -371,8 +370,8 @@ class _AnswerTransport(asyncio.Transport):
         self._num_ahead += len(byte)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send the answer without the bytes that were sent ahead. Nothing is sent to a client that has gone, of which
-        the answer hears later: asyncio would log each write.
+        """Send the answer without the bytes that were sent ahead; nothing to a client that has gone, because asyncio
+        would log each write until the answer is told.
         """
         if not self._connection.wire.is_closing():
             self._connection.write(data[self._num_ahead :])
@@ -386,7 +385,7 @@ class _AnswerTransport(asyncio.Transport):
 
 
 def _num_unacknowledged(wire: asyncio.Transport) -> int:
-    """Bytes that the kernel keeps because the client's has not acknowledged them; 0 where the kernel does not tell."""
+    """Bytes that the client's kernel has not acknowledged; 0 where ours does not tell."""
     try:
         answer = fcntl.ioctl(wire.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(_INT.size))
     except (OSError, ValueError):  # ValueError: the socket is closed

@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 import tandem
 from gateway.access import is_foreign_page, key_in
-from gateway.backend import Backend, BodyShare
+from gateway.backend import Backend
 from gateway.errors import BodyTooLarge, BodyTooSlow, Dialect, Problem, UnsupportedMediaType, is_ours
 from gateway.feed import Feed
 from gateway.metrics import Progress
@@ -215,13 +215,13 @@ async def _receive(backend: Backend, request: Request, cleanup: ExitStack) -> tu
     key = key_in(request.headers)
     await backend.gate.check(key)
     backend.slots.require_slot()  # before the body is read, which would be wasted work
-    body = await _read_body(request, backend.settings, cleanup.enter_context(BodyShare(backend.bodies)))
+    body = await _read_body(request, backend.settings, cleanup.enter_context(backend.bodies.share()))
     cleanup.enter_context(backend.slots.slot())
     return backend.client.acting_for(key), body
 
 
-async def _read_body(request: Request, settings: GatewaySettings, share: BodyShare) -> bytes:
-    """Read the body. Raises BodyTooLarge at the limit, BodyTooSlow, UnsupportedMediaType, Overloaded or
+async def _read_body(request: Request, settings: GatewaySettings, grow: Callable[[int], None]) -> bytes:
+    """Read the body. `grow`: see BodyBudget. Raises BodyTooLarge, BodyTooSlow, UnsupportedMediaType, Overloaded or
     ClientDisconnect.
     """
     too_large = BodyTooLarge(f"the body may have {settings.max_body_bytes} bytes at most")
@@ -237,7 +237,7 @@ async def _read_body(request: Request, settings: GatewaySettings, share: BodySha
             async for chunk in request.stream():
                 if len(body) + len(chunk) > settings.max_body_bytes:
                     raise too_large
-                share.grow(len(body) + len(chunk))
+                grow(len(body) + len(chunk))
                 body += chunk
     except TimeoutError:
         raise BodyTooSlow(f"the body did not arrive within {settings.body_timeout_s:g} s") from None

@@ -63,8 +63,8 @@ class Metrics:
         self._generated = tokens("tgi_request_generated_tokens", "Tokens generated")
 
     def observe_answer(self, dialect: str, status: int) -> None:
-        """Count a request that has been answered or whose client has disconnected. `dialect` is "none" for one that got
-        to no endpoint, because its host, path or method is unknown.
+        """Count a request that has been answered or whose client has disconnected. `dialect` is "none" if it
+        reached no endpoint, because its host, path or method is unknown.
         """
         self._requests.labels(dialect, str(status)).inc()
 

@@ -68,7 +68,9 @@ def _check_num_entries(value: T) -> T:
 
 
 def _check_digits(key: T) -> T:
-    """Refuse what else Python reads as a number, such as "1_2", " 12" and "012": two keys could be one token."""
+    """Refuse other spellings that Python reads as a number, such as "1_2", " 12" and "012": two keys could be one
+    token.
+    """
     if isinstance(key, str) and not (key.isascii() and key.isdigit() and (key == "0" or key[0] != "0")):
         raise ValueError("should be the number of a token")
     return key
@@ -112,12 +114,13 @@ _CHAT_STRUCTURES = (
 
 
 def refuse_chat_structures(data: object, instead: str) -> object:
-    """Return the body, for use in validators. Raise InvalidField if it asks for a structure as chats do: ignored, it
-    would let the answer be any text.
+    """Return the body, for use in validators. Raise InvalidField for members that only chats have: ignoring a requested
+    structure would let the answer be any text.
     """
-    asked = [name for name in _CHAT_STRUCTURES if isinstance(data, dict) and data.get(name) is not None]
-    if asked:
-        raise InvalidField(f"{asked[0]} is not supported here: {instead}", field=asked[0])
+    members = data if isinstance(data, dict) else {}
+    for name in _CHAT_STRUCTURES:
+        if members.get(name) is not None:
+            raise InvalidField(f"{name} is not supported here: {instead}", field=name)
     return data
 
 

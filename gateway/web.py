@@ -92,7 +92,7 @@ async def metrics(request: Request) -> Response:
             return OPENAI.error_response(Problem.of(error))
     try:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    except (TypeError, ValueError):  # it names a version that is none
+    except (TypeError, ValueError):  # the header names an invalid version
         encode, content_type = choose_encoder("")
     return Response(encode(backend.metrics), headers={"content-type": content_type})
 
@@ -103,7 +103,7 @@ async def version(exchange: Exchange) -> Response:
 
 
 async def load(exchange: Exchange) -> Response:
-    """Handle vLLM's GET /load: how much runs through this gateway, in choices, which other gateways do not count."""
+    """Handle vLLM's GET /load: the number of choices that run through this gateway; other gateways' are not counted."""
     metrics = exchange.backend.metrics
     return JSONResponse({"server_load": metrics.num_waiting + metrics.num_running})
 

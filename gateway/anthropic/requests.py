@@ -152,7 +152,7 @@ def chat_of(body: PromptBody) -> Json:
 
 
 def _cache_hints(body: MessagesBody) -> Json:
-    """Tandem's own members come before `cache_control`, of which the longest counts."""
+    """Tandem's own members take precedence over `cache_control`, whose longest lifetime counts."""
     system = body.system if isinstance(body.system, list) else []
     marks = [
         body.cache_control,
@@ -174,7 +174,7 @@ def _system(body: PromptBody) -> list[Json]:
 
 
 def _template_values(body: PromptBody) -> Json | None:
-    """`thinking` as the templates of models with optional reasoning know it. Values of the client's own come first."""
+    """Translate `thinking` for templates of models with optional reasoning. The client's own values take precedence."""
     if body.thinking is None:
         return body.chat_template_kwargs
     return {"enable_thinking": body.thinking.type != "disabled"} | (body.chat_template_kwargs or {})

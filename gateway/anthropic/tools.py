@@ -1,8 +1,8 @@
 """`tools` and `tool_choice` of Anthropic's requests.
 
-A tool whose `type` is Anthropic's has no schema in the request. Two of them are run by the client: their schemas are
-here. The others are run by Anthropic, or need pictures: they are left out, and refused only where the client offers or
-demands nothing else.
+Tools of Anthropic's own types have no schema in the request. The client runs two of them, whose schemas are here.
+Anthropic runs the others, or they need pictures: they are left out, and refused only if the client offers or demands
+nothing else.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ _OF_CLIENTS: Mapping[str, tuple[str, Json]] = MappingProxyType(
 
 
 class CacheControl(Body):
-    """A mark: the prompt up to here is worth caching for so long. Here it holds for the whole prompt."""
+    """A mark: the prompt up to here is worth caching for `ttl`. Tandem applies it to the whole prompt."""
 
     ttl: Literal["5m", "1h"] = "5m"
 

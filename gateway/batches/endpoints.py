@@ -63,8 +63,8 @@ async def upload_file(exchange: Exchange) -> Response:
 
 
 def _without_charset(content_type: str) -> Headers:
-    """Headers with the boundary alone: a client must not choose the codec, of which some are slow or decode to text
-    that cannot be stored. Raises KeyError if there is no boundary.
+    """Headers with the boundary only. A client must not choose the codec: some are slow, or decode to text that cannot
+    be stored. Raises KeyError without a boundary.
     """
     boundary = parse_options_header(content_type)[1][b"boundary"]
     return Headers(raw=[(b"content-type", b'multipart/form-data; boundary="%b"' % boundary)])
@@ -138,7 +138,7 @@ def _store(exchange: Exchange) -> CallerStore:
 
 
 async def _resumed(exchange: Exchange) -> tuple[CallerStore, Batches]:
-    """Return the caller's store. Its batches of an earlier process go on: this call brings the key that they need."""
+    """Return the caller's store. Resumes batches that an earlier process left: this call brings the key they need."""
     batches, store = _batches(exchange), _store(exchange)
     await batches.resume(store, exchange.request.app, key_in(exchange.request.headers))
     return store, batches

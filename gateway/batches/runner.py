@@ -75,7 +75,7 @@ class Batches:
         return batch
 
     async def resume(self, store: CallerStore, app: ASGIApp, key: str | None) -> None:
-        """Go on with the caller's batches that were left: by an earlier process of the gateway, or by a full disk."""
+        """Resume the caller's unfinished batches, which an earlier gateway process or a full disk left."""
         if store in self._resumed:
             return
         for listed in await asyncio.to_thread(store.batches):
@@ -95,7 +95,7 @@ class Batches:
         return self.state(batch)
 
     def state(self, batch: Json) -> Json:
-        """The batch with its counts of now, which are written down at its end and when the gateway stops."""
+        """The batch with its present counts, which reach the disk only when it ends or the gateway stops."""
         run = self._runs.get(batch["id"])
         return batch if run is None else run.batch
 
@@ -110,7 +110,7 @@ class Batches:
         run.task.add_done_callback(lambda task: self._stopped(run, task))
 
     def _stopped(self, run: "Run", task: asyncio.Task[None]) -> None:
-        """The run is over, but the batch is not if its end cannot be written down: it goes on when it is asked for."""
+        """The run has ended. If that could not be written, the batch resumes when its caller asks for batches."""
         del self._runs[run.batch["id"]]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the end of a batch cannot be written", batch=run.batch["id"], exc_info=error)
@@ -133,11 +133,11 @@ class Run:
         if self.batch["status"] in ENDED | {"cancelling"}:
             return
         self._enter("cancelling")
-        if self._has_begun:  # a task that has not would end without a word
+        if self._has_begun:  # a task that has not would end without writing a status
             self.task.cancel()
 
     async def _run(self) -> None:
-        """The end is written last, so that nothing can come behind it."""
+        """The final status is written last, so nothing is written after it."""
         self._has_begun = True
         self._end("cancelled" if self.batch["status"] == "cancelling" else await self._run_to_status())
 
@@ -200,7 +200,7 @@ class Run:
         return "failed"
 
     def _end(self, status: str) -> None:
-        """The files of answers appear, if they have any."""
+        """Publish the files that have answers, and write the final status."""
         for member, name in (("output_file_id", "output"), ("error_file_id", "errors")):
             file_id = self.batch.pop(f"_{member}", None)
             if file_id is None:

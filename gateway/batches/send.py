@@ -16,7 +16,7 @@ from mesh.tasks import together
 
 # Answers that say "later": overloaded (Anthropic's 529, too), no workers, no answer in time, a stop.
 _LATER = (408, 429, 502, 503, 504, 529)
-# No answer in time: the queue was long, or the answer is. The last try's error stays, since each may compute in vain.
+# No answer in time: the queue or the answer is long. After the last try the error stays: more may compute in vain.
 _OUT_OF_TIME = 504
 _MAX_OUT_OF_TIME = 3
 _BAD_KEY = (401, 403)
@@ -52,10 +52,10 @@ class NoGateway(BatchRefused):
 
 
 class Sender:
-    """Sends to the gateway behind `http`. A request is tried again for at most `patience_s`.
+    """Sends to the gateway behind `http`. A request is retried for at most `patience_s`.
 
-    `slots` is held by a request while it is under way: senders that have the same one share it. `on_wait` is told once
-    why the sender waits, which may be for long.
+    Each request in flight holds one of `slots`, which several senders may share. `on_wait` is called once, with the
+    reason, when the sender has to wait.
     """
 
     def __init__(

@@ -59,10 +59,10 @@ class Store:
 
 
 class CallerStore:
-    """One caller's files and batches; there is one object for them.
+    """One caller's files and batches. Each caller has one such object.
 
-    Methods that look first and then change something hold the lock, on a thread. Reading takes no lock, so that the
-    event loop need not wait for a thread.
+    Methods that check and then change something run on a thread and hold the lock. Reading takes no lock, so the event
+    loop never waits for a thread.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -76,7 +76,7 @@ class CallerStore:
                 part.unlink()
 
     def bytes_left(self) -> int:
-        return self.max_bytes - sum(_of_those_there(lambda path: path.stat().st_size, self._files.iterdir()))
+        return self.max_bytes - sum(_of_existing(lambda path: path.stat().st_size, self._files.iterdir()))
 
     def add_file(self, name: str, content: bytes) -> Json:
         """Keep a batch's input. Raises BodyTooLarge or InvalidField."""
@@ -94,7 +94,7 @@ class CallerStore:
                 raise
 
     def describe_file(self, file_id: str, name: str, purpose: str) -> Json:
-        """Write down what there is to say of the file that lies at `path_of(file_id)`."""
+        """Write the metadata of the file at `path_of(file_id)`."""
         about = {
             "id": file_id,
             "object": "file",
@@ -108,7 +108,7 @@ class CallerStore:
         return about
 
     def path_of(self, file_id: str) -> Path:
-        """Where the file lies, or will lie. Raises NotStored for what is no file's id."""
+        """The file's place, whether it exists or not. Raises NotStored for an invalid id."""
         return self._files / f"{_checked(file_id)}.jsonl"
 
     def file(self, file_id: str) -> Json:
@@ -150,7 +150,7 @@ def new_id(kind: str) -> str:
 
 
 def _checked(stored_id: str) -> str:
-    """Ids become names of files, so nothing else gets through."""
+    """Ids become file names, so only ids of our form pass. Raises NotStored."""
     if not _ID.fullmatch(stored_id):
         raise NotStored(f"there is no {stored_id[:64]!r}")
     return stored_id
@@ -169,12 +169,12 @@ def _write(path: Path, about: Json) -> None:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Json]:
-    all_of_them: Iterator[Json] = _of_those_there(lambda path: json.loads(path.read_bytes()), paths)
-    return sorted(all_of_them, key=lambda about: (about["created_at"], about["id"]), reverse=True)
+    listed: Iterator[Json] = _of_existing(lambda path: json.loads(path.read_bytes()), paths)
+    return sorted(listed, key=lambda about: (about["created_at"], about["id"]), reverse=True)
 
 
-def _of_those_there(read: Callable[[Path], T], paths: Iterable[Path]) -> Iterator[T]:
-    """`read` each file. Files that go away while a folder is read are left out."""
+def _of_existing(read: Callable[[Path], T], paths: Iterable[Path]) -> Iterator[T]:
+    """Yield `read(path)` of each file; those deleted meanwhile are left out."""
     for path in paths:
         try:
             yield read(path)

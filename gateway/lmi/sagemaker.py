@@ -20,7 +20,7 @@ _MODEL_ERROR = 424
 _VARIANT = {"x-amzn-invoked-production-variant": "tandem"}
 # Types that clients read line by line: without a newline after the last line they would wait for ever.
 _TEXTS = ("application/json", "application/jsonlines", "text/plain")
-# What ends a line, or an event, of streams of the type. Clients such as litellm take a part for one of them.
+# The end of a line or an event, by media type. Clients such as litellm expect one of them in each part.
 _ENDS = {"application/jsonlines": b"\n", "text/event-stream": b"\n\n"}
 # Errors that SageMaker itself returns, before it calls a container.
 _OWN_ERRORS = {401: "UnrecognizedClientException", 403: "AccessDeniedException", 404: "ValidationError"}

@@ -116,7 +116,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
 
 
 def translate_members(body: Mapping[str, Any], own: Collection[str]) -> Json:
-    """Return the body with our names, of which `own` are those that its kind has, and without nulls. Raises
+    """Return the body under our names, without nulls. `own` are the members that this kind of body has. Raises
     InvalidField for a member that is refused.
     """
     translated = {name: value for name, value in body.items() if value is not None}
@@ -135,7 +135,7 @@ def translate_members(body: Mapping[str, Any], own: Collection[str]) -> Json:
 
 
 def _read_no_limit(body: Json, *, is_chat: bool) -> None:
-    """Take llama.cpp's -1 for no limit, which chats have by default. Raises InvalidField for other negative numbers."""
+    """Drop llama.cpp's -1 for "no limit", the default of chats. Raises InvalidField for other negative numbers."""
     limit = body.get("n_predict")
     if type(limit) is not int or limit >= 0:
         return

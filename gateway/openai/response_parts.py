@@ -131,8 +131,8 @@ class StreamUsage:
 
 
 class HeldTokens:
-    """The last tokens of a choice, of whose texts nothing has been sent: they may be its stop string. Places are
-    counted in characters of the answer. They are exact for tokens with own bytes.
+    """Holds back the last tokens of a choice, whose texts may belong to a stop string. Places are counted in characters
+    of the answer; they are exact for tokens with own bytes.
     """
 
     def __init__(self) -> None:

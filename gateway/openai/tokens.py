@@ -1,4 +1,4 @@
-"""vLLM's /tokenize, /detokenize and /tokenizer_info, by which clients use the model's tokenizer from afar."""
+"""vLLM's /tokenize, /detokenize and /tokenizer_info, with which clients use the model's tokenizer remotely."""
 
 import json
 from collections.abc import Sequence

@@ -161,7 +161,7 @@ class ResponseEvents:
         return "custom" if block.kind == "call" and self._callees[block.name].is_custom else block.kind
 
     def _called(self, block: Block) -> Json:
-        """The members that say what a call is of: the tool's own name, and the text for it."""
+        """The members of a call that name its tool and hold its arguments or text."""
         callee = self._callees[block.name]
         content = {"input": free_text_of(block.text)} if callee.is_custom else {"arguments": block.text}
         return callee.members | content
@@ -171,7 +171,7 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": self._num_events - 1, **members}
 
     def _item(self, block: Block, *, is_done: bool) -> Json:
-        """Render an output item. One that has begun is empty. The length limit leaves the last item incomplete."""
+        """Render an output item, empty unless `is_done`. The length limit leaves the last item incomplete."""
         is_last = block is self._answer.blocks[-1]
         status = "in_progress"
         if is_done:

@@ -112,7 +112,7 @@ def free_text_arguments(text: str) -> str:
 
 
 def free_text_of(arguments: str) -> str:
-    """The text for a custom tool: all that the model has written, if it names it otherwise."""
+    """The text for a custom tool; all that the model wrote, if it did not use the argument's name."""
     text = parsed_arguments(arguments).get(_INPUT)
     return text if isinstance(text, str) else arguments
 
@@ -126,7 +126,7 @@ def callees(tools: Iterable[Tool]) -> dict[str, Callee]:
 
 
 def chat_tools(tools: list[Tool]) -> list[Json] | None:
-    """Return the chat's tools; None if there are none. Raises InvalidField if there are some and none is served."""
+    """Return the chat's tools, or None without tools. Raises InvalidField if no tool of the request is served."""
     functions = {name_in_chat(tool.name, namespace): _function(tool, namespace) for namespace, tool in _offered(tools)}
     unserved = [number for number, tool in enumerate(tools) if tool.type not in _SERVED]
     if unserved and not functions:
@@ -135,7 +135,7 @@ def chat_tools(tools: list[Tool]) -> list[Json] | None:
 
 
 def chat_choice(choice: object) -> object:
-    """Functions are named inside `function` in chats, beside `type` here; so are allowed tools."""
+    """Translate `tool_choice`: a chat names a function inside `function`, this API beside `type`."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -159,7 +159,7 @@ def invalid_value(value: str, supported: Iterable[str], field: str) -> InvalidFi
 
 
 def _offered(tools: Iterable[Tool]) -> Iterator[tuple[str, CallableTool]]:
-    """Each tool with its namespace, which is empty for those of no group."""
+    """Yield each tool with its namespace, "" outside of groups."""
     for entry in tools:
         for tool in entry.offered:
             yield "" if tool is entry else entry.name, tool

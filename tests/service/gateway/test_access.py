@@ -98,13 +98,13 @@ async def test_probes_need_no_key_and_report_missing_workers(keyed: Any) -> None
     assert (await http.get("/", headers={"accept": "text/html"})).status_code == 200
 
 
-async def test_ping_waits_for_a_prefill_and_a_decode_worker(make_mesh: Any) -> None:
+async def test_ping_waits_for_a_prefill_and_a_decode_worker(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.backend._HEALTH_FRESH_S", 0.0)
     mesh = await make_mesh(expect_prefill=1)
-    async with gateway_at(mesh.router.public.address) as (_, backend, http):
+    async with gateway_at(mesh.router.public.address) as (_, _, http):
         await mesh.decode()
         assert (await http.get("/ping")).status_code == 503
         await mesh.prefill()
-        backend.router_health.forget()
         assert (await http.get("/ping")).status_code == 200
 
 

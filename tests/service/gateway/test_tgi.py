@@ -108,13 +108,13 @@ async def test_hub_chats(gateway: RunningGateway) -> None:
     assert "".join(chunks) == STORY
 
 
-async def test_hub_asks_for_info_and_health(gateway: RunningGateway) -> None:
+async def test_hub_asks_for_info_and_health(gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.backend._HEALTH_FRESH_S", 0.0)
     async with AsyncInferenceClient(gateway.url, provider="hf-inference") as client:
         info = await client.get_endpoint_info()
         assert (info["model_id"], info["max_input_tokens"], info["max_total_tokens"]) == ("fake", 999, 1000)
         assert await client.health_check() is True
         await gateway.router.set_serving(False)
-        gateway.backend.router_health.forget()
         assert await client.health_check() is False
     response = await gateway.http.get("/health")
     assert (response.status_code, response.json()["error_type"]) == (503, "healthcheck")

@@ -62,9 +62,9 @@ class AdapterMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter on disk. `matrices` are by the name of the module, as the base model's checkpoint has it. `base` is
-    what the adapter says it was trained on; "" if it says nothing. `other_parts`: parts of a multimodal model that it
-    changes, too, which are not served.
+    """An adapter on disk. The keys of `matrices` are modules, as the base model's checkpoint names them. `base` is the
+    model that the adapter says it was trained on, or "". `other_parts`: parts of a multimodal model that it also
+    changes, and that are not served.
     """
 
     name: str
@@ -81,7 +81,7 @@ class AdapterFiles:
 
     @property
     def num_packed(self) -> int:
-        """Numbers of its matrices as the compiled decoder has them: in panels of 16 outputs."""
+        """Size of its matrices, in numbers, as the compiled decoder packs them: in panels of 16 outputs."""
         matrices = self.matrices.values()
         return sum(_padded(m.rank) * m.a.shape[1] + _padded(m.b.shape[0]) * m.rank for m in matrices)
 
@@ -91,7 +91,7 @@ def _padded(num_outputs: int) -> int:
 
 
 def adapters_bytes(adapters: Sequence[AdapterFiles], num_slots: int) -> int:
-    """Memory that one rank takes for adapters of which `num_slots` are loaded at once."""
+    """Bytes that one rank takes for adapters when at most `num_slots` of them are loaded at once."""
     sizes = [adapter.num_packed for adapter in adapters]
     is_limited = num_slots < len(sizes)  # then the largest may have been in any slot
     return _NUMBER_BYTES * (num_slots * max(sizes) if is_limited else sum(sizes))

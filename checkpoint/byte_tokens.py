@@ -94,7 +94,7 @@ def _tekken_special(listed: object, num_special: int) -> list[str]:
 
 
 def _ranked(tokens: Sequence[bytes], special: Sequence[str] = ()) -> BPE:
-    """A model of special tokens and then of these, the first of which merge first."""
+    """A model of special tokens followed by `tokens`. Earlier tokens merge first."""
     names = _names_of_bytes()
     vocab = {"".join(names[byte] for byte in token): id_ for id_, token in enumerate(tokens, len(special))}
     merges = [pair for token in vocab for pair in pairs_of(token, vocab)]

@@ -177,8 +177,8 @@ def refuse(raw: RawConfig, **unsupported: bool | str) -> None:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint, as everything that asks for a model's facts does; of a multimodal one, its text
-    part. Raises ConfigurationError.
+    """Read config.json of a checkpoint; of a multimodal one, its text part. All code that needs facts of a model calls
+    this. Raises ConfigurationError.
     """
     return text_part(read_json(model_dir / "config.json"))
 
@@ -211,8 +211,8 @@ def text_part(raw: RawConfig) -> dict[str, Any]:
 
 
 def rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entry of config.json for rotary positions. As in transformers, `rope_scaling`, which users add, goes before
-    `rope_parameters`; of those with separate angles it changes the ones of full attention.
+    """The entry of config.json for rotary positions. As in transformers, `rope_scaling`, which users add, overrides
+    `rope_parameters`. If these have separate angles, it changes those of full attention only.
     """
     parameters, scaling = section(config, "rope_parameters"), section(config, "rope_scaling")
     if not scaling:
@@ -224,7 +224,7 @@ def rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def kept_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of rotary positions that another scaling leaves as they are."""
+    """The members of rotary positions that a new scaling does not replace."""
     return {key: rope[key] for key in _KEPT_ROPE_KEYS if key in rope}
 
 

@@ -43,8 +43,8 @@ def lark_of(source: str) -> str:
 
 
 def _converted_names(names: list[str]) -> dict[str, str]:
-    """Other names for rules whose own Lark does not take, or that the converter would give to two rules: it does not
-    tell `aB`, `a-b` and `a_b` apart, nor cases, and calls the rule `root` `start`.
+    """New names for rules that Lark does not accept, or that the converter would merge: it does not tell `aB`, `a-b`
+    and `a_b` apart, ignores case, and renames `root` to `start`.
     """
     others: dict[str, str] = {}
     taken = {"start"}
@@ -93,8 +93,8 @@ def _for_converter(token: str, names: dict[str, str]) -> str:
 
 
 def _escape_for_converter(escape: re.Match[str]) -> str:
-    """The character itself for \\u and \\U, of which the converter drops the leading zeros, and \\x for ASCII, for
-    the brackets, which it leaves escaped in texts, too, and for control characters, which Lark does not read.
+    """The character itself for \\u and \\U, because the converter drops their leading zeros. \\x for ASCII, for
+    brackets, which the converter leaves escaped in texts, and for control characters, which Lark does not read.
     """
     digits, bracket = escape[1] or escape[2], escape[3]
     if digits:

@@ -47,7 +47,7 @@ _T5 = {
     "unk_token": "<unk>",
     "pad_token": "<pad>",
 }
-# What mistral-common takes for granted.
+# Defaults of mistral-common.
 _MISTRAL = {
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -209,7 +209,7 @@ def _tokenizer_source(model_dir: Path) -> str | None:
 
 
 def tokenizer_settings(model_dir: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with what it leaves unsaid if the tokenizer often comes without it. Raises
+    """The members of tokenizer_config.json, with defaults for tokenizers that often come without it. Raises
     ConfigurationError.
     """
     unsaid = _UNSAID.get(_tokenizer_source(model_dir) or "", {})

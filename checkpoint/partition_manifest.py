@@ -109,7 +109,7 @@ def source_of(model_dir: Path) -> dict[str, SourceFile]:
 
 
 def changed_files(source: Mapping[str, SourceFile], model_dir: Path) -> list[str]:
-    """Paths in `model_dir` of files that `source` has otherwise, or that only one of both has. Raises
+    """Paths of files that differ between `source` and `model_dir`, or that only one of them has. Raises
     ConfigurationError.
     """
     paths = _paths(model_dir)
@@ -126,8 +126,8 @@ def _paths(model_dir: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files of weights in `folder` as they were once, by name. `digest` is of all of their bytes: those of a
-    partition have that of the checkpoint that it was made of.
+    """The files of weights in `folder` at one moment, by name. `digest` covers all their bytes; a partition has the
+    digest of the checkpoint that it was made of.
     """
 
     folder: Path

@@ -168,8 +168,8 @@ def _reporting(progress_bar: Any, on_progress: Progress) -> type[Any]:
 
 
 def _by_percent(on_progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Limit calls of `on_progress` to one per percent, because bytes arrive in many small pieces. While they arrive,
-    there is one every _REPORT_EVERY_S: to those who wait, a percent of a large model would be silence.
+    """Limit calls of `on_progress` to one per percent, because bytes arrive in many small pieces. There is also one
+    every _REPORT_EVERY_S while bytes arrive, because a percent of a large model may take long.
     """
     last_percent, last_s = -1, clock()
 

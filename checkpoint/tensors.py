@@ -32,9 +32,9 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor: bytes `[offset, offset + num_bytes)` of `path`. If it is a part of another one, that is
-    `whole` in the file, and `first` is the place of its first number there. With a `column_step`, numbers of a row are
-    that far apart there, and those of a column follow each other.
+    """The location of a tensor: bytes `[offset, offset + num_bytes)` of `path`. For a part of another tensor, `whole`
+    is that tensor's name in the file, and `first` the place of the part's first number in it. With a `column_step`, the
+    numbers of a row are that far apart in it, and those of a column are adjacent.
     """
 
     path: Path

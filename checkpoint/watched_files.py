@@ -22,13 +22,13 @@ class WatchedFiles:
         return cls({path: _state(path) for path in paths})
 
     def and_of(self, paths: Iterable[Path]) -> "WatchedFiles":
-        """These, and others as they are now."""
+        """These files, and others in their present state."""
         return WatchedFiles({path: _state(path) for path in paths} | dict(self.states))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Raise ConfigurationError if a file changes in the block, also in place of the block's own, which then tells
-        of an effect only, such as pages that cannot be read.
+        """Raise ConfigurationError if a file changes in the block. It replaces an error of the block itself, which
+        would only name an effect of the change, such as pages that cannot be read.
         """
         try:
             yield

@@ -38,7 +38,7 @@ _LOG_POLL_S = 0.3
 
 
 def _add_no_arguments(parser: CommandParser) -> None:
-    """There are none."""
+    """`tandem ps` has no arguments."""
 
 
 def _list(args: argparse.Namespace) -> int:

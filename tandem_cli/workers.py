@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rich.console import Group, RenderableType
@@ -18,7 +18,7 @@ from mesh.interrupts import accept_signal
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.models import traffic_table
 from tandem_cli.parser import Command, CommandParser
-from tandem_cli.terminal import FittingTable, escape_json_controls, strip_controls, wide_console
+from tandem_cli.terminal import FittingTable, escape_json_controls, optional_cell, strip_controls, wide_console
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
 _TIMEOUT_S = 10.0
@@ -74,20 +74,19 @@ def _show(args: argparse.Namespace) -> int:
 
 def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
     """The tables of workers and of traffic. With the snapshot `before`, workers have their speeds."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in (*_COLUMNS, *(("tokens/s",) if before else ())):
-        table.add_column(name, overflow="fold")
-    has_ranks = any(worker.degrees != "1x1" for worker in now.mesh.workers)
-    if has_ranks:
-        table.add_column("ranks", overflow="fold")
-    has_drafts = any(worker.speculative != "none" for worker in now.mesh.workers)
-    if has_drafts:
-        table.add_column("accepted", overflow="fold")
-    has_adapters = any(worker.adapters for worker in now.mesh.workers)
-    if has_adapters:
-        table.add_column("adapters", overflow="fold")
+    workers = now.mesh.workers
     speeds = tokens_per_s(before, now) if before else {}
-    for worker in now.mesh.workers:
+    optional_columns: tuple[tuple[str, bool, Callable[[tandem.Worker], RenderableType]], ...] = (
+        ("tokens/s", before is not None, lambda worker: optional_cell(speeds.get(worker.incarnation), ".0f")),
+        ("ranks", any(worker.degrees != "1x1" for worker in workers), lambda worker: worker.degrees),
+        ("accepted", any(worker.speculative != "none" for worker in workers), _accepted),
+        ("adapters", any(worker.adapters for worker in workers), _adapters),
+    )
+    more_columns = {name: cell for name, is_shown, cell in optional_columns if is_shown}
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in (*_COLUMNS, *more_columns):
+        table.add_column(name, overflow="fold")
+    for worker in workers:
         table.add_row(
             worker.role,
             Text(strip_controls(worker.worker_id)),
@@ -98,12 +97,9 @@ def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
             str(worker.load.num_waiting),
             f"{worker.load.free_blocks}/{worker.num_blocks}",
             f"{worker.last_seen_s:.1f} s",
-            *((_speed(speeds.get(worker.incarnation)),) if before else ()),
-            *((worker.degrees,) if has_ranks else ()),
-            *((_accepted(worker),) if has_drafts else ()),
-            *((Text(strip_controls(", ".join(worker.adapters))),) if has_adapters else ()),
+            *(cell(worker) for cell in more_columns.values()),
         )
-    failing = [worker for worker in now.mesh.workers if worker.canary_error and not worker.serving]
+    failing = [worker for worker in workers if worker.canary_error and not worker.serving]
     errors = [Text(f"{worker.worker_id} gets no requests: {worker.canary_error}", "red") for worker in failing]
     advice = [Text(advice_text(advice), "yellow") for advice in now.mesh.advice]
     if now.error:
@@ -142,12 +138,12 @@ def _accepted(worker: tandem.Worker) -> str:
     return f"{load.accepted_tokens / load.drafted_tokens:.0%} of {load.drafted_tokens}" if load.drafted_tokens else ""
 
 
-def _speed(tokens_per_second: float | None) -> str:
-    return "" if tokens_per_second is None else f"{tokens_per_second:.0f}"
+def _adapters(worker: tandem.Worker) -> Text:
+    return Text(strip_controls(", ".join(worker.adapters)))
 
 
 def _snapshots(client: tandem.Client, interval_s: float | None) -> Iterator[MeshSnapshot]:
-    """One, or one each `interval_s` for ever: while no router answers, the last one with the error."""
+    """Yield one snapshot, or one every `interval_s` for ever; the last one, with the error, while no router answers."""
     snapshot = MeshSnapshot(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
     yield snapshot
     while interval_s is not None:

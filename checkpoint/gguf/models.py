@@ -54,7 +54,7 @@ class GgufModel:
 
     @property
     def is_tied(self) -> bool:
-        """True if the output matrix is the embedding, of which a file may have a copy."""
+        """True if the output matrix is the embedding. A file may hold both."""
         embedding, output = self._tensor(_EMBEDDING), self._file.tensors.get(_OUTPUT)
         if output is None:
             return True

@@ -29,8 +29,8 @@ _BROKEN_SIGNS = (
     *("Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "keepalive", "GOAWAY"),
     "Cancelling all calls",
 )
-# Of a stream that something between router and client has reset, often with a status code of another meaning. A router
-# says how a call ends.
+# Messages for a stream that something between router and client has reset, often with a misleading status code. A
+# router itself says how a call ends.
 _RESET_SIGNS = ("RST_STREAM", "Stream removed")
 _TLS_SIGNS = ("Socket closed", "Tls handshake failed", "Hostname Verification")
 _REASONS = {
@@ -79,10 +79,10 @@ ERROR_BY_CODE: Mapping[grpc.StatusCode, type[TandemError]] = MappingProxyType(
     }
 )
 
-# gRPC takes longer timeouts, and infinity, for ones that have passed.
+# gRPC treats longer timeouts, and infinity, as expired.
 _LONGEST_S = 1e9
 
-_MAX_DOUBLINGS = 30  # of a backoff: more would overflow a float one day, and each is beyond any longest one
+_MAX_DOUBLINGS = 30  # of a backoff, far beyond `max_backoff_s`; many more would overflow a float
 
 ELSEWHERE = (ConnectionFailed, NoWorkers)
 """Errors that may not occur at another router."""

@@ -131,8 +131,8 @@ async def _prompt_ids(client: Generator, arguments: GenerateArguments, deadline:
 
 
 def _left(arguments: GenerateArguments, num_generated: int, max_total: int | None, capacity: int) -> int | None:
-    """The most tokens of the next round, of which the context of the model has `capacity` left; None if the router is
-    to choose. A capacity of less than 1 counts as 1: the router refuses a prompt that is too long in its own words.
+    """The most tokens of the next round; None lets the router choose. `capacity` is what the model's context has left.
+    Less than 1 counts as 1, so that the router refuses a prompt that is too long in its own words.
     """
     limits = [arguments.get("max_new_tokens"), max_total and max_total - num_generated]
     given = [limit for limit in limits if limit is not None]
@@ -158,7 +158,7 @@ def _round(
 
 
 def _still_needed(min_new_tokens: int | None, num_generated: int, left: int | None) -> int | None:
-    """The part of `min_new_tokens`, which is that of the whole answer, for a round of at most `left` tokens."""
+    """What remains of the whole answer's `min_new_tokens` for a round of at most `left` tokens."""
     if min_new_tokens is None:
         return None
     still_needed = max(0, min_new_tokens - num_generated)

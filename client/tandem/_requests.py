@@ -257,7 +257,7 @@ def _set_sampling(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str,
 
 
 def has_structure(name: str, arguments: Mapping[str, Any]) -> bool:
-    """True if the arguments have this structure. An empty schema is one; `json_object=False` is none."""
+    """True if the arguments request this structure: also with an empty schema, but not with `json_object=False`."""
     value = arguments.get(name)
     return value is not None and not (name == "json_object" and not value)
 

@@ -97,7 +97,7 @@ def precisions_here(settings: RunnerSettings) -> tuple[list[Precision], dict[str
 
 
 def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]:
-    """Degrees above 1 to compare on a machine with so many cores: powers of two, and the largest that fits. Raises
+    """Degrees above 1 to compare on `num_cores` cores: powers of two, and the largest that fits. Raises
     ConfigurationError if none fits.
     """
     config = load_config(model_dir)

@@ -228,7 +228,7 @@ class Capacity:
         return linear_s + self._attention_s(self.model.attention_flops(batch, context_tokens), kv_bytes)
 
     def _moved_bytes(self, context_tokens: float) -> float:
-        """Of one sequence, by a step: a recurrent state is read and written."""
+        """Bytes that a step moves for one sequence. A recurrent state is read and written."""
         return context_tokens * self.kv_bytes_per_token + 2 * self.model.state_bytes
 
     def decode_tokens_per_s(self, batch: int, context_tokens: float) -> float:

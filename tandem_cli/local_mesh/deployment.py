@@ -137,7 +137,7 @@ class Deployment:
 
     def workers(self, registry_address: str = _NOWHERE) -> list[Service]:
         """The workers of all models, in the order of the models; prefill workers come first. Without an address they
-        are only to be looked at.
+        cannot be started, but their settings can be resolved.
         """
         workers = (
             self._worker(model, assignment, registry_address)

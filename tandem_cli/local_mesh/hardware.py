@@ -119,9 +119,9 @@ def assign_cores(
     """Assign the cores in `available`, to prefill workers first. `ranks` are those of each worker, prefill first; by
     default 1.
 
-    With enough cores each worker gets a run of neighbouring cores, for each of its ranks as many. Remaining cores go to
-    prefill, which is bound by compute (decode is bound by memory). With fewer cores than ranks, each worker gets a core
-    for each of its ranks, as far as there are so many, and several workers share a core.
+    With enough cores each worker gets a run of neighbouring cores, equally many for each rank. Remaining cores go to
+    prefill, which is bound by compute (decode is bound by memory). With fewer cores than ranks, each worker gets one
+    core for each of its ranks, at most all cores, and workers share cores.
     """
     num_workers = num_prefill + num_decode
     ranks = list(ranks) or [1] * num_workers

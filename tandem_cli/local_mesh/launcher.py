@@ -36,7 +36,7 @@ Programs = Mapping[str, Sequence[str]]
 
 
 class RunningService(Protocol):
-    """A service that has been started. All but `service` and `log_path` is known once it has announced it."""
+    """A service that has been started. What it announces itself, such as `address`, is set once it has done so."""
 
     service: Service
     log_path: Path
@@ -54,14 +54,14 @@ class RunningService(Protocol):
 
 
 def configuration_fault(status: int, tail: Sequence[str]) -> str:
-    """The sentence by which a service has said that its configuration is wrong; empty if it ended for another reason.
-    `tail`: the last lines of its log.
+    """The message of a service that exited because its configuration is wrong; "" for other exits. `tail`: the last
+    lines of its log.
     """
     return tail[-1] if status == _CONFIGURATION_STATUS and tail else ""
 
 
 def describe_exit(status: int, tail: Sequence[str] = ()) -> str:
-    """With the reason, if `tail`, the last lines of the service's log, has that of a wrong configuration."""
+    """The exit in words, with the reason if the configuration is wrong. `tail`: the last lines of the service's log."""
     if status < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
@@ -70,7 +70,7 @@ def describe_exit(status: int, tail: Sequence[str] = ()) -> str:
 
 
 def end_of_log(child: RunningService) -> str:
-    """The last lines of a service's log, behind a message about it."""
+    """The last lines of a service's log, to be appended to a message about it."""
     lines = "".join(f"\n    {line[:400]}" for line in child.tail if not line.startswith("info: settings "))
     return f"; {child.service.name}'s log {child.log_path} ends with:{lines}" if lines else f"; log: {child.log_path}"
 
@@ -102,7 +102,7 @@ class Launcher(Protocol):
         """Start `service`; both functions are called in the event loop. Raises OSError if it cannot be started."""
 
     def end_starts(self) -> None:
-        """Let a start that is waiting fail, because the mesh stops."""
+        """Make waiting starts fail, because the mesh stops."""
 
 
 def with_checkout(environ: Mapping[str, str]) -> dict[str, str]:

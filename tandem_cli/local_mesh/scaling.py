@@ -2,7 +2,7 @@
 
 One change of a role at a time: the next one waits until the added worker serves, or the removed one has left. A worker
 that does not serve yet can be removed: perhaps no machine has room for it. Only workers beyond those of the start are
-removed, the last one first. No failure ends it: it is told, and tried again.
+removed, the last one first. A failure is reported, and the routers are asked again.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Scaling:
         on_change: Callable[[Change], None],
         on_warning: Callable[[str], None],
     ) -> None:
-        """Ask the routers from time to time, and report each change, until cancelled. A failure that repeats is told
+        """Ask the routers every few seconds, and report each change, until cancelled. A repeated failure is reported
         once, until the routers have answered again.
         """
         scaler: Scaler | None = None
@@ -65,7 +65,7 @@ class Scaling:
 
 
 def _describe(error: Exception) -> str:
-    """The text of an error that is meant for users; with its type and place, that of any other."""
+    """The message of an error that is meant for users; any other error with its type and place."""
     if isinstance(error, tandem.TandemError | MeshError):
         return str(error) or type(error).__name__
     last = traceback.extract_tb(error.__traceback__)[-1]

@@ -43,8 +43,8 @@ _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
 _KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_KILLS = 2
 _SILENT_S = 300.0
-"""A start ends when no service has reported anything in so much time. Workers that load report every few seconds that
-they have not given up, so theirs are the limits on loading and on waiting for ranks.
+"""A start fails if no service reports anything for this long. Workers that load, or wait for ranks, report every few
+seconds until their own limits end that.
 """
 _LISTEN_S = 5.0
 _COMPILE_HINT = "compiles kernels for this CPU, for 10 to 60 s, longer on a busy machine; later starts find them"
@@ -82,7 +82,7 @@ class Supervisor:
     def __init__(
         self,
         deployment: Deployment,
-        launch: Launcher,
+        launcher: Launcher,
         display: Display,
         trial: Trial,
         scaling: Scaling | None = None,
@@ -92,7 +92,7 @@ class Supervisor:
         self._display = display
         self._trial = trial
         self._queue: asyncio.Queue[_Event] = asyncio.Queue()
-        self._launch = launch
+        self._launcher = launcher
         self._children: dict[str, RunningService] = {}
         self._started_s: dict[str, float] = {}
         self._backoffs: dict[str, Backoff] = {}
@@ -105,7 +105,7 @@ class Supervisor:
         self._leaving: dict[asyncio.Task[None], RunningService] = {}
         self._has_told_of_compiling = False
         self._start_ends_s: float | None = None
-        """When the start ends that has a limit."""
+        """The deadline of a start that has a limit."""
         self._is_stopping = False
 
     async def run(self, on_ready: Callable[[str, str], None]) -> None:
@@ -191,7 +191,7 @@ class Supervisor:
         """Workers and gateway, which need the addresses of the routers. With several routers, workers register in
         Redis.
         """
-        settings = self._deployment.resolve(self._deployment.router(), self._launch.environ)
+        settings = self._deployment.resolve(self._deployment.router(), self._launcher.environ)
         gateway = self._deployment.gateway(self._router_addresses(), settings)
         workers = self._deployment.workers(next(iter(self._registries.values())))
         return [*workers, *([gateway] if gateway else [])]
@@ -199,7 +199,7 @@ class Supervisor:
     def _http_url(self) -> str:
         if (gateway := self._children.get("gateway")) is None:
             return ""
-        has_tls = self._deployment.resolve(gateway.service, self._launch.environ).public_tls_cert
+        has_tls = self._deployment.resolve(gateway.service, self._launcher.environ).public_tls_cert
         return f"{'https' if has_tls else 'http'}://{local_address(gateway.address)}"
 
     def _router_addresses(self) -> list[str]:
@@ -243,7 +243,8 @@ class Supervisor:
     async def _next_in_time(self) -> _Event | None:
         """The next event of the start; None if the start has no time left, or the services are silent.
 
-        Times of listening are counted: if all were stopped, as on a laptop that sleeps, reports may still be unread.
+        Silence is counted in periods of listening, not by the clock: after a laptop has slept, reports are still
+        unread.
         """
         ends_s, num_silent = self._start_ends_s, round(_SILENT_S / _LISTEN_S)
         for listen_s in [_LISTEN_S] * num_silent if ends_s is None else [ends_s - time.monotonic()]:
@@ -290,7 +291,7 @@ class Supervisor:
             return
         self._removed.add(name)
         if child := self._children.pop(name, None):
-            limit_s = self._deployment.stop_limit_s(change.service, self._launch.environ)
+            limit_s = self._deployment.stop_limit_s(change.service, self._launcher.environ)
             leaving = asyncio.create_task(child.stop(limit_s))
             self._leaving[leaving] = child
             leaving.add_done_callback(self._leaving.pop)
@@ -346,7 +347,7 @@ class Supervisor:
     async def _spawn(self, service: Service) -> None:
         self._started_s[service.name] = time.monotonic()
         try:
-            child = await self._launch.start(service, on_event=self._queue.put_nowait, on_warning=self._warn)
+            child = await self._launcher.start(service, on_event=self._queue.put_nowait, on_warning=self._warn)
         except OSError as error:
             raise MeshFailed(f"cannot start {service.name}: {error}") from error
         self._children[service.name] = child
@@ -357,7 +358,7 @@ class Supervisor:
         self._is_stopping = True
         children = list(self._children.values())
         for some in ([child for child in children if child.service.role in ("gateway", "router")], children):
-            limits_s = [self._deployment.stop_limit_s(child.service, self._launch.environ) for child in some]
+            limits_s = [self._deployment.stop_limit_s(child.service, self._launcher.environ) for child in some]
             await asyncio.gather(*(child.stop(limit_s) for child, limit_s in zip(some, limits_s, strict=True)))
         await asyncio.gather(*self._leaving)
 
@@ -378,7 +379,7 @@ class Supervisor:
         if number == signal.SIGHUP:
             leave_terminal()
         self._queue.put_nowait(_Signal(number))
-        self._launch.end_starts()
+        self._launcher.end_starts()
         if self._is_stopping and number != signal.SIGHUP:  # the shell and the system each send one
             for child in (*self._children.values(), *self._leaving.values()):
                 child.kill()

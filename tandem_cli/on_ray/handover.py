@@ -93,7 +93,7 @@ def _models(settings: Any, deployment: Deployment) -> tuple[dict[str, str], dict
 
 
 def _named(model: ModelDeployment, deployment: Deployment) -> str:
-    """The name of a remote model, of which `model` has the folder on this machine; else as `_portable`."""
+    """A remote model's name, because `model.folder` is on this machine only; other models as `_portable`."""
     number = deployment.models.index(model)
     _, name = split_models(deployment.settings.model)[number]
     is_remote = ModelSource(name).is_remote and not deployment.settings.partition

@@ -113,7 +113,7 @@ class CandidateTrial:
         return sum(scores) / len(scores)
 
     def _distributions(self, precision: str, base_answers: Sequence[Answer]) -> Quality | None:
-        """The precision beside the base; None if both do not fit into memory at once."""
+        """Compare the precision with the base; None if both do not fit into memory at once."""
         candidate = Candidate(precision, "none", USUAL)
         if precision != BASE and not self.subject.fits_twice(candidate, self.demand):
             return None

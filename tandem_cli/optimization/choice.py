@@ -32,8 +32,8 @@ _STUDENT_T = (inf, inf, 12.71, 4.30, 3.18, 2.78, 2.57)
 
 @dataclass(frozen=True, slots=True)
 class PrecisionQuality:
-    """A precision beside the base. `score`: mean of the user's judge. None: not measured. `loss` is the
-    share that `max_quality_loss` limits: of the base's score, or by how much perplexity is higher.
+    """Compares a precision with the base. `score`: mean of the user's judge. None: not measured. `loss`, which
+    `max_quality_loss` limits, is a share: of the base's score, or by how much perplexity is higher.
     """
 
     top1_agreement: float | None = None
@@ -199,7 +199,7 @@ def _is_open(ratios: Sequence[float]) -> bool:
 
 
 def survivors(results: Sequence[Result], recipe: Recipe, count: int) -> list[Result]:
-    """The best ones, so many. Of those that are about as fast as the last of them, the thriftiest."""
+    """The best `count` results. Among those about as fast as the last of them, the thriftiest are kept."""
     ranked = sorted(results, key=lambda result: order(result, recipe))
     if len(ranked) <= count:
         return ranked

@@ -39,7 +39,7 @@ from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.optimization.serving import Answer, Served
 
 ROUNDS_S = (2.0, 4.0, 10.0, 10.0)
-"""Seconds that the requests of each round take the base."""
+"""Seconds that the base takes for the requests of each round."""
 FINALISTS = 4
 MAX_ROUNDS = 8
 _MIN_REQUESTS = 16
@@ -48,7 +48,7 @@ MAX_REPEATS = 4
 _VERSION = 1
 
 Measure = Callable[[Candidate, int], Served]
-"""Serves a candidate, and sends it so many requests that are timed. The answers to all questions are returned."""
+"""Serves a candidate, and sends it this number of timed requests. Returns the answers to all questions."""
 Assess = Callable[[str, Sequence[Answer], Sequence[Answer]], PrecisionQuality]
 """Compares a precision with the base by the answers of the base and its own."""
 
@@ -65,7 +65,7 @@ class Watcher(Protocol):
         ...
 
     def left_out(self, round_number: int) -> None:
-        """Called in place of a round out of which no candidate would drop."""
+        """Called instead of a round that would drop no candidate."""
         ...
 
     def skipped(self, candidate: Candidate, reason: str) -> None:
@@ -82,7 +82,7 @@ class State:
     results: dict[str, Result] = field(default_factory=dict)
     quality: dict[str, PrecisionQuality] = field(default_factory=dict)
     answers: dict[str, list[Answer]] = field(default_factory=dict)
-    """Of each precision, those of the candidate that was served first."""
+    """By precision: the answers of the candidate that was served first."""
     published: list[str] = field(default_factory=list)
     """Names of files in OUT that belong to the choice."""
 

@@ -91,7 +91,7 @@ class Subject:
         return {str(path.relative_to(self.folder)): checksum(path) for path in files}
 
     def calibration(self, num_judged: int) -> list[tuple[int, ...]]:
-        """Prompts with their references to calibrate with: those that are not judged by, if there are some."""
+        """Prompts with references for calibration: those that do not judge, if there are enough of them."""
         texts = [(*prompt, *reference) for prompt, reference in zip(self.prompts, self.references, strict=True)]
         return texts[num_judged:] if len(texts) >= num_judged + _LEAST_CALIBRATION else texts
 
@@ -113,7 +113,7 @@ class Subject:
         self, recipe: Recipe, demand: Demand, require_makeable: Callable[[str], None]
     ) -> tuple[list[Candidate], dict[Candidate, str]]:
         """Those to try, first the base; and the others, with the reasons. `require_makeable` raises ConfigurationError
-        for a scheme of which no checkpoint can be made. Raises ConfigurationError.
+        if no checkpoint can be made in a scheme. Raises ConfigurationError.
         """
         layouts = recipe.workers or usual_layouts(self.machine.num_cores, num_numa_nodes())
         every = combine(self.precisions(recipe), recipe.speculations, layouts)

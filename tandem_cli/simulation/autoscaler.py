@@ -20,7 +20,7 @@ class Rule(Protocol):
     """Says how many workers of each role there should be. Plug point: ByTriggers, ByAdvice."""
 
     def decide(self, at_s: float, present: Count) -> Count:
-        """Return the new numbers; `present` are those that serve or start. Called each 15 s."""
+        """Return the new numbers; `present` are those that serve or start. Called every 15 s."""
         ...
 
 
@@ -68,7 +68,7 @@ class Autoscaler:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Decide each 15 s until cancelled."""
+        """Decide every 15 s until cancelled."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         try:

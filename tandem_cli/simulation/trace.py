@@ -83,7 +83,9 @@ def _poisson(
     share_at: Callable[[float], float],
     phase_at: Callable[[float], float],
 ) -> list[Arrival]:
-    """Arrivals at the highest rate, of which each is kept with the share of its time (Lewis and Shedler 1979)."""
+    """Draw arrivals at the highest rate, and keep each with the probability `share_at` its time (Lewis and Shedler
+    1979).
+    """
     rng = random.Random(seed)
     arrivals: list[Arrival] = []
     at_s = rng.expovariate(rate)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class _SkippingSelector(selectors.SelectSelector):
-    """Waits by advancing the clock. Never looks at its files, of which an event loop has one for wake-ups."""
+    """Waits by advancing the clock. Ignores its files: an event loop has only one, for wake-ups."""
 
     def __init__(self, skip: Callable[[float], None]) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import tandem
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
-from tandem_cli.load_test.load_generator import LoadGenerator, OnToken, Reply
+from tandem_cli.load_test.load_generator import LoadGenerator, OnToken, TokenCounts
 
 Send: TypeAlias = Callable[[list[int], int, OnToken], Awaitable[int]]
 """`send(prompt, max_new_tokens, on_token)` runs one request and returns its number of tokens."""
@@ -69,9 +69,9 @@ class Measured:
 async def run_closed_loop(workload: Workload, send: Send) -> Measured:
     """Run the workload through `send`. An error of `send` ends the run and is raised."""
 
-    async def target(job: Job, on_token: OnToken) -> Reply:
+    async def target(job: Job, on_token: OnToken) -> TokenCounts:
         prompt = list(job.token_ids or ())
-        return Reply(await send(prompt, job.max_tokens, on_token), len(prompt))
+        return TokenCounts(await send(prompt, job.max_tokens, on_token), len(prompt))
 
     run = await LoadGenerator(target).closed_loop(workload.jobs(), workload.num_clients)
     return Measured(

@@ -41,7 +41,7 @@ _NO_ANSWER = (tandem.ConnectionFailed, tandem.DeadlineExceeded)
 
 
 @dataclass(frozen=True, slots=True)
-class MeshSnapshot:
+class TimedMesh:
     """The mesh at one point in time, in seconds of the monotonic clock. With an `error` nothing newer is known."""
 
     at_s: float
@@ -72,7 +72,7 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
+def render(now: TimedMesh, before: TimedMesh | None) -> Group:
     """The tables of workers and of traffic. With the snapshot `before`, workers have their speeds."""
     workers = now.mesh.workers
     speeds = tokens_per_s(before, now) if before else {}
@@ -117,7 +117,7 @@ def advice_text(advice: tandem.Advice) -> str:
     return f"{advice.action} {subject}: {strip_controls(advice.reason)}"
 
 
-def tokens_per_s(before: MeshSnapshot, now: MeshSnapshot) -> Mapping[str, float]:
+def tokens_per_s(before: TimedMesh, now: TimedMesh) -> Mapping[str, float]:
     """Tokens generated (decode) and computed (prefill) per second, by incarnation."""
     earlier = {worker.incarnation: _num_tokens(worker) for worker in before.mesh.workers}
     elapsed_s = max(now.at_s - before.at_s, 1e-9)
@@ -142,20 +142,20 @@ def _adapters(worker: tandem.Worker) -> Text:
     return Text(strip_controls(", ".join(worker.adapters)))
 
 
-def _snapshots(client: tandem.Client, interval_s: float | None) -> Iterator[MeshSnapshot]:
+def _snapshots(client: tandem.Client, interval_s: float | None) -> Iterator[TimedMesh]:
     """Yield one snapshot, or one every `interval_s` for ever; the last one, with the error, while no router answers."""
-    snapshot = MeshSnapshot(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
+    snapshot = TimedMesh(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
     yield snapshot
     while interval_s is not None:
         time.sleep(interval_s)
         try:
-            snapshot = MeshSnapshot(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
+            snapshot = TimedMesh(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
         except _NO_ANSWER as error:
             snapshot = replace(snapshot, error=str(error))
         yield snapshot
 
 
-def _show_json(snapshots: Iterator[MeshSnapshot]) -> None:
+def _show_json(snapshots: Iterator[TimedMesh]) -> None:
     for snapshot in snapshots:
         if snapshot.error:
             sys.stderr.write(f"tandem: {strip_controls(snapshot.error)}\n")
@@ -164,11 +164,11 @@ def _show_json(snapshots: Iterator[MeshSnapshot]) -> None:
         sys.stdout.flush()
 
 
-def _show_tables(snapshots: Iterator[MeshSnapshot]) -> None:
+def _show_tables(snapshots: Iterator[TimedMesh]) -> None:
     wide_console().print(render(next(snapshots), None))
 
 
-def _watch(snapshots: Iterator[MeshSnapshot]) -> None:
+def _watch(snapshots: Iterator[TimedMesh]) -> None:
     """Show the tables of one snapshot after the other in the same place."""
     before = next(snapshots)
     with Live(render(before, None), console=wide_console(), auto_refresh=False) as live:

@@ -24,7 +24,7 @@ from bench.peers.process import PeerFailed
 from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import Failed, Slo, figures, goodput
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
-from tandem_cli.load_test.load_generator import LoadGenerator, OnToken, Reply, as_failure, poisson_arrivals
+from tandem_cli.load_test.load_generator import LoadGenerator, OnToken, TokenCounts, as_failure, poisson_arrivals
 
 _VOCAB_SIZE = 32000
 Figures = dict[str, float]
@@ -43,10 +43,10 @@ async def run_rate(stream: Stream, rate: float, load: Load, seed: str) -> Figure
     """Run one open loop. docs/benchmarking.md defines the figures."""
     send = send_through(stream)
 
-    async def target(job: Job, on_token: OnToken) -> Reply:
+    async def target(job: Job, on_token: OnToken) -> TokenCounts:
         prompt = list(job.token_ids or ())
         try:
-            return Reply(await send(prompt, job.max_tokens, on_token), len(prompt))
+            return TokenCounts(await send(prompt, job.max_tokens, on_token), len(prompt))
         except tandem.TandemError as error:
             raise as_failure(error) from error
         except PeerFailed as error:

@@ -43,7 +43,7 @@ class PassTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerNeed:
+class WorkerCounts:
     """The number of workers that a load keeps fully busy, as fractions."""
 
     prefill: float
@@ -84,11 +84,11 @@ def predicted_times(capacity: Capacity, load: Load, batch: int) -> PassTimes:
     return PassTimes(capacity.prefill_s(load.input_tokens), step_s, batch)
 
 
-def workers_for(load: Load, times: PassTimes) -> WorkerNeed:
+def workers_for(load: Load, times: PassTimes) -> WorkerCounts:
     """Workers by Little's law: work that arrives per second, over the work of one worker per second. Prefill makes the
     first token, decode all others."""
     decode_s = (load.output_tokens - 1) * times.step_s / times.batch
-    return WorkerNeed(load.requests_per_s * times.prefill_s, load.requests_per_s * decode_s)
+    return WorkerCounts(load.requests_per_s * times.prefill_s, load.requests_per_s * decode_s)
 
 
 def rate_of_users(load: Load, times: PassTimes, users: int) -> float:

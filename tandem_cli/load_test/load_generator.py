@@ -38,14 +38,14 @@ OnToken: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """Token counts of an answer, as reported by the server."""
+class TokenCounts:
+    """The tokens of an answer, as the server counted them."""
 
     num_tokens: int
     input_tokens: int
 
 
-Target: TypeAlias = Callable[[Job, OnToken], Awaitable[Reply]]
+Target: TypeAlias = Callable[[Job, OnToken], Awaitable[TokenCounts]]
 """`target(job, on_token)` runs a request and calls `on_token` per message with tokens. Raises Refused or Failed."""
 
 
@@ -118,7 +118,7 @@ def mesh_target(
     all events of the answers.
     """
 
-    async def send(job: Job, on_token: OnToken) -> Reply:
+    async def send(job: Job, on_token: OnToken) -> TokenCounts:
         usage = tandem.Usage()
         reason: tandem.FinishReason | None = None
         try:
@@ -134,11 +134,11 @@ def mesh_target(
     return send
 
 
-def _complete_reply(reason: tandem.FinishReason | None, usage: tandem.Usage) -> Reply:
+def _complete_reply(reason: tandem.FinishReason | None, usage: tandem.Usage) -> TokenCounts:
     """The token counts of a complete answer. Raises Failed for an incomplete one."""
     if reason not in _FINISH_REASONS:
         raise Failed(f"the answer ended with: {reason}")
-    return Reply(usage.completion_tokens, usage.prompt_tokens)
+    return TokenCounts(usage.completion_tokens, usage.prompt_tokens)
 
 
 def as_failure(error: tandem.TandemError) -> Refused | Failed:

@@ -14,7 +14,7 @@ import httpx2
 
 from tandem_cli.load_test.figures import Failed, Refused
 from tandem_cli.load_test.jobs import Job
-from tandem_cli.load_test.load_generator import OnToken, Reply
+from tandem_cli.load_test.load_generator import OnToken, TokenCounts
 
 _TOO_MANY_REQUESTS = 429
 _TIMEOUT_S = 600.0
@@ -45,7 +45,7 @@ class OpenAITarget:
     ) -> None:
         await self._client.aclose()
 
-    async def __call__(self, job: Job, on_token: OnToken) -> Reply:
+    async def __call__(self, job: Job, on_token: OnToken) -> TokenCounts:
         path = "chat/completions" if job.messages is not None else "completions"
         completion = _Completion(on_token)
         try:
@@ -103,14 +103,14 @@ class _Completion:
                 self.num_messages += 1
                 self.on_token()
 
-    def reply(self) -> Reply:
+    def reply(self) -> TokenCounts:
         """Token counts from the server; without them, messages are counted instead. Raises Failed for an incomplete
         answer.
         """
         if self.reason not in _FINISH_REASONS:
             raise Failed(f"the answer ended with: {self.reason}" if self.reason else "the stream broke off")
         usage = self.usage or {}
-        return Reply(usage.get("completion_tokens") or self.num_messages, usage.get("prompt_tokens") or 0)
+        return TokenCounts(usage.get("completion_tokens") or self.num_messages, usage.get("prompt_tokens") or 0)
 
 
 def _has_token(choice: Mapping[str, Any]) -> bool:

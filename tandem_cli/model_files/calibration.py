@@ -32,7 +32,7 @@ def read_prompts(
 ) -> CalibrationPrompts:
     """Read the first prompts of a file, and cut the long ones. Raises ConfigurationError."""
     entries = read_entries(path, Lengths())
-    encoder = PromptEncoder(model_dir, vocab_size, max_chars=(max_tokens + 1) * _TOKEN_CHARS)
+    encoder = CalibrationEncoder(model_dir, vocab_size, max_chars=(max_tokens + 1) * _TOKEN_CHARS)
     prompts = []
     for number, (line, job) in enumerate(entries[:max_prompts], start=1):
         try:
@@ -61,7 +61,7 @@ def _answer_beside(line: dict[str, Any], job: Job) -> str:
     return reference if isinstance(reference, str) and not has_answer else ""
 
 
-class PromptEncoder:
+class CalibrationEncoder:
     """Token ids of prompts as the router makes them; the tokenizer and the chat template are loaded when needed. With
     `max_chars` only so many characters of a text are tokenised, its first.
     """

@@ -53,7 +53,7 @@ class PrecisionQuality:
 
 
 @dataclass(slots=True)
-class Result:
+class CandidateResult:
     """The state of a candidate: the figures of its rounds by their numbers, and why it failed. `num_changed`: answers
     that differ from those of the precision's first candidate.
     """
@@ -84,11 +84,11 @@ class Result:
         longest = [self.rounds[number] for number in self.longest]
         return median(each[SPEED] / (1 - min(each.get(OTHER_LOAD, 0.0), _MOST_CORRECTED)) for each in longest)
 
-    def speedup(self, base: "Result") -> float:
+    def speedup(self, base: "CandidateResult") -> float:
         """Speed as a multiple of the base's: the median over the rounds that both had."""
         return median(self.speedups(base))
 
-    def speedups(self, base: "Result", before: float = inf) -> list[float]:
+    def speedups(self, base: "CandidateResult", before: float = inf) -> list[float]:
         """Speed as a multiple of the base's, in each of the longest rounds that both had, and that came before; if some
         of these were quiet for both, in those only.
         """
@@ -113,12 +113,12 @@ def over_limits(figures: Figures, recipe: Recipe) -> dict[str, float]:
     }
 
 
-def order(result: Result, recipe: Recipe) -> tuple[float, float]:
+def order(result: CandidateResult, recipe: Recipe) -> tuple[float, float]:
     """Sorts results, best first: by the distance to the limits, then by the speed that may be hoped for."""
     return max(over_limits(result.figures, recipe).values(), default=1.0), -result.hoped_speed
 
 
-def why_not(result: Result, quality: PrecisionQuality | None, recipe: Recipe) -> str | None:
+def why_not(result: CandidateResult, quality: PrecisionQuality | None, recipe: Recipe) -> str | None:
     """The reason why a measured candidate cannot be chosen, or None."""
     if result.failure:
         return result.failure
@@ -137,11 +137,11 @@ def why_not(result: Result, quality: PrecisionQuality | None, recipe: Recipe) ->
 class Choice:
     """`equal` are names of candidates that were faster by less than EQUAL, and take more."""
 
-    result: Result
+    result: CandidateResult
     equal: tuple[str, ...]
 
 
-def choose(results: Sequence[Result]) -> Choice | None:
+def choose(results: Sequence[CandidateResult]) -> Choice | None:
     """The fastest of results that can be chosen; of those that are equally fast the one that `thriftiest` puts first.
     None without any.
     """
@@ -154,17 +154,17 @@ def choose(results: Sequence[Result]) -> Choice | None:
     return Choice(chosen, tuple(result.candidate.name for result in faster))
 
 
-def fastest(results: Sequence[Result], before: float = inf) -> Result:
+def fastest(results: Sequence[CandidateResult], before: float = inf) -> CandidateResult:
     """The result that is faster than most others in the rounds that it shares with them, and that came before."""
 
-    def rank(result: Result) -> tuple[int, float]:
+    def rank(result: CandidateResult) -> tuple[int, float]:
         rivals = (rival for rival in results if rival is not result)
         return sum(median(result.speedups(rival, before)) > 1 for rival in rivals), result.figures[SPEED]
 
     return max(results, key=rank)
 
 
-def thriftiest(results: Sequence[Result]) -> list[Result]:
+def thriftiest(results: Sequence[CandidateResult]) -> list[CandidateResult]:
     """Results in the order in which equally fast ones are chosen: fewer processes; less memory, where EQUAL counts as
     the same; what has less to go wrong.
     """
@@ -179,7 +179,7 @@ def thriftiest(results: Sequence[Result]) -> list[Result]:
     return ordered
 
 
-def undecided(results: Sequence[Result], before: int) -> list[Result]:
+def undecided(results: Sequence[CandidateResult], before: int) -> list[CandidateResult]:
     """The fastest result, and those that may be within EQUAL of it by the rounds before this one. Empty if that is open
     for none. `results` can be chosen. Ratios of speeds are taken as log-normal (Student's t).
     """
@@ -198,7 +198,7 @@ def _is_open(ratios: Sequence[float]) -> bool:
     return exp(mean(logs) - margin) < 1 - EQUAL < exp(mean(logs) + margin)
 
 
-def survivors(results: Sequence[Result], recipe: Recipe, count: int) -> list[Result]:
+def survivors(results: Sequence[CandidateResult], recipe: Recipe, count: int) -> list[CandidateResult]:
     """The best `count` results. Among those about as fast as the last of them, the thriftiest are kept."""
     ranked = sorted(results, key=lambda result: order(result, recipe))
     if len(ranked) <= count:
@@ -224,7 +224,7 @@ def pareto(points: Sequence[Sequence[float]]) -> list[bool]:
     return [not is_beaten(point) for point in points]
 
 
-def coordinates(result: Result, quality: PrecisionQuality | None) -> tuple[float, ...]:
+def coordinates(result: CandidateResult, quality: PrecisionQuality | None) -> tuple[float, ...]:
     """The coordinates of the Pareto front, the smaller the better: speed, TTFT, memory, loss of quality."""
     figures = result.figures
     loss = 1.0 if quality is None or quality.loss is None else quality.loss

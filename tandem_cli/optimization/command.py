@@ -28,13 +28,13 @@ from tandem_cli.load_test.report import describe_machine
 from tandem_cli.model_files.model_folders import find_model
 from tandem_cli.optimization.candidate_trial import CandidateTrial
 from tandem_cli.optimization.candidates import STORED, Candidate
-from tandem_cli.optimization.choice import Result, choose
+from tandem_cli.optimization.choice import CandidateResult, choose
 from tandem_cli.optimization.progress import ShownProgress
 from tandem_cli.optimization.questions import Question, digest_of, load_judge, read_questions
 from tandem_cli.optimization.recipe import Recipe, read_recipe
 from tandem_cli.optimization.result import (
     PROPERTIES,
-    Outcome,
+    SearchOutcome,
     cells,
     headings,
     plot_svg,
@@ -145,8 +145,8 @@ def _about(args: argparse.Namespace, recipe: Recipe, subject: Subject, questions
 
 
 def _outcome(
-    model: str, recipe: Recipe, search: Search, final: Sequence[Result], pruned: dict[Candidate, str]
-) -> Outcome:
+    model: str, recipe: Recipe, search: Search, final: Sequence[CandidateResult], pruned: dict[Candidate, str]
+) -> SearchOutcome:
     state = search.state
     choice = choose([result for result in final if search.why_not(result) is None])
     names = {candidate.name for candidate in search.candidates}
@@ -158,10 +158,10 @@ def _outcome(
     rows = rows_of(results, state.quality, choice, recipe)
     base = state.results[search.candidates[0].name]
     about = describe_machine() | {"prompts": search.num_questions, "concurrency": recipe.concurrency}
-    return Outcome(model, about, recipe, rows, base, choice, untried)
+    return SearchOutcome(model, about, recipe, rows, base, choice, untried)
 
 
-def _write(out: Path, outcome: Outcome, trial: CandidateTrial, state: State) -> None:
+def _write(out: Path, outcome: SearchOutcome, trial: CandidateTrial, state: State) -> None:
     """Write OUT, in place of the files of an earlier choice. If the disk is full, nothing of the new choice is left,
     and neither is a report. Raises OSError.
     """
@@ -198,7 +198,7 @@ def _reference(model: str, trial: CandidateTrial) -> str:
     return str(folder.resolve()) if is_path else model
 
 
-def _show(outcome: Outcome, args: argparse.Namespace) -> None:
+def _show(outcome: SearchOutcome, args: argparse.Namespace) -> None:
     if args.json:
         sys.stdout.write(json.dumps(report_json(outcome), indent=2) + "\n")
         return

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.progress import Progress
 
 from tandem_cli.optimization.candidates import Candidate
-from tandem_cli.optimization.choice import GAP, SPEED, TTFT, Result
+from tandem_cli.optimization.choice import GAP, SPEED, TTFT, CandidateResult
 
 
 class TimeLeft:
@@ -50,7 +50,7 @@ class ShownProgress:
     def begins(self, candidate: Candidate, round_number: int, plan: Sequence[int]) -> None:
         self._begun_s, self._plan, self._round = time.monotonic(), plan, round_number
 
-    def ended(self, result: Result) -> None:
+    def ended(self, result: CandidateResult) -> None:
         if result.failure:
             self._say(f"{result.candidate.name}: {result.failure}")
             return

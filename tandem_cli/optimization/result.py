@@ -25,9 +25,9 @@ from tandem_cli.optimization.choice import (
     OTHER_LOAD,
     SPEED,
     TTFT,
+    CandidateResult,
     Choice,
     PrecisionQuality,
-    Result,
     coordinates,
     over_limits,
     pareto,
@@ -55,7 +55,7 @@ class Row:
     """A measured candidate as the report shows it. `verdict`: why it cannot be chosen, or None."""
 
     number: int
-    result: Result
+    result: CandidateResult
     quality: PrecisionQuality | None
     is_on_front: bool
     is_chosen: bool
@@ -67,20 +67,20 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SearchOutcome:
     """All that the report is made of. `untried`: names of candidates that were not measured, with the reasons."""
 
     model: str
     about: dict[str, Any]
     recipe: Recipe
     rows: Sequence[Row]
-    base: Result
+    base: CandidateResult
     choice: Choice | None
     untried: dict[str, str]
 
 
 def rows_of(
-    results: Sequence[Result], qualities: dict[str, PrecisionQuality], choice: Choice | None, recipe: Recipe
+    results: Sequence[CandidateResult], qualities: dict[str, PrecisionQuality], choice: Choice | None, recipe: Recipe
 ) -> list[Row]:
     """The measured results, those of the last round first, by speed; and those that failed."""
     measured = [result for result in results if result.rounds]
@@ -134,7 +134,7 @@ def _when_published(path: Path) -> tuple[bool, str]:
     return path.name == "config.json", path.name
 
 
-def report_json(outcome: Outcome) -> dict[str, Any]:
+def report_json(outcome: SearchOutcome) -> dict[str, Any]:
     """The report for programs: limits, choice, all figures of all candidates."""
     choice, recipe = outcome.choice, outcome.recipe
     return {
@@ -149,7 +149,7 @@ def report_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row, recipe: Recipe, base: Result) -> dict[str, Any]:
+def _row_json(row: Row, recipe: Recipe, base: CandidateResult) -> dict[str, Any]:
     figures = row.figures
     loss = None if row.quality is None else row.quality.loss
     return {
@@ -175,7 +175,7 @@ def price_of(row: Row, recipe: Recipe) -> float | None:
     return price_per_million(recipe.price_per_hour, row.figures[SPEED])
 
 
-def plot_svg(outcome: Outcome) -> str:
+def plot_svg(outcome: SearchOutcome) -> str:
     """The plot of all measured candidates."""
     points = [
         Point(
@@ -203,7 +203,7 @@ HEADINGS = ("#", "candidate", "tokens/s", "x base", "requests", "TTFT p50/p99", 
 QUALITY_HEADINGS = ("same token", "KL", "perplexity", "score", "loss")
 
 
-def cells(row: Row, outcome: Outcome) -> list[str]:
+def cells(row: Row, outcome: SearchOutcome) -> list[str]:
     """The cells of a row, under HEADINGS, the price if there is one, QUALITY_HEADINGS, and the remark."""
     figures, quality = row.figures, row.quality or PrecisionQuality()
     remark = "chosen" if row.is_chosen else row.verdict or ""
@@ -232,12 +232,12 @@ def cells(row: Row, outcome: Outcome) -> list[str]:
     ]
 
 
-def headings(outcome: Outcome) -> list[str]:
+def headings(outcome: SearchOutcome) -> list[str]:
     price = [] if outcome.recipe.price_per_hour is None else ["$/M tokens"]
     return [*HEADINGS, *price, *QUALITY_HEADINGS, ""]
 
 
-def report_markdown(outcome: Outcome) -> str:
+def report_markdown(outcome: SearchOutcome) -> str:
     """The report for people: summary, table, plot, and the candidates that were not tried."""
     titles = headings(outcome)
     table = [titles, ["---"] * len(titles), *(cells(row, outcome) for row in outcome.rows)]
@@ -260,7 +260,7 @@ def report_markdown(outcome: Outcome) -> str:
     )
 
 
-def summary(outcome: Outcome) -> list[str]:
+def summary(outcome: SearchOutcome) -> list[str]:
     """The choice, and why; or what comes nearest to the limits."""
     choice, base = outcome.choice, outcome.base
     if choice is None:
@@ -280,7 +280,7 @@ def summary(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _nearest(outcome: Outcome) -> list[str]:
+def _nearest(outcome: SearchOutcome) -> list[str]:
     """Lines on the candidates that come nearest to the limits, and by how much each misses them."""
     rows = [row for row in outcome.rows if row.figures]
     rows.sort(key=lambda row: (max(over_limits(row.figures, outcome.recipe).values(), default=1.0), row.number))

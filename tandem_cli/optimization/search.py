@@ -28,8 +28,8 @@ from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, Candidate
 from tandem_cli.optimization.choice import (
     OTHER_LOAD,
+    CandidateResult,
     PrecisionQuality,
-    Result,
     is_disturbed,
     survivors,
     undecided,
@@ -60,7 +60,7 @@ class Watcher(Protocol):
         """Called before a measurement. `plan`: requests of the measurements that will follow, as far as is known."""
         ...
 
-    def ended(self, result: Result) -> None:
+    def ended(self, result: CandidateResult) -> None:
         """Called when a measurement has ended or failed."""
         ...
 
@@ -79,7 +79,7 @@ class State:
 
     path: Path
     about: dict[str, Any]
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, CandidateResult] = field(default_factory=dict)
     quality: dict[str, PrecisionQuality] = field(default_factory=dict)
     answers: dict[str, list[Answer]] = field(default_factory=dict)
     """By precision: the answers of the candidate that was served first."""
@@ -119,7 +119,7 @@ class State:
         for name, entry in content["results"].items():
             if name in by_name:
                 rounds = {int(number): figures for number, figures in entry["rounds"].items()}
-                self.results[name] = Result(by_name[name], rounds, num_changed=entry["num_changed"])
+                self.results[name] = CandidateResult(by_name[name], rounds, num_changed=entry["num_changed"])
         self.quality = {name: PrecisionQuality(**entry) for name, entry in content["quality"].items()}
         self.answers = {name: [Answer(**entry) for entry in entries] for name, entries in content["answers"].items()}
         self.published = content["published"]
@@ -138,7 +138,7 @@ class State:
         write_whole(self.path, json.dumps(content).encode())
 
 
-def _to_json(result: Result) -> dict[str, Any]:
+def _to_json(result: CandidateResult) -> dict[str, Any]:
     return {"rounds": result.rounds, "failure": result.failure, "num_changed": result.num_changed}
 
 
@@ -168,7 +168,7 @@ class Search:
     skipped: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that were not tried, because of their precision, with the reasons."""
 
-    def run(self) -> list[Result]:
+    def run(self) -> list[CandidateResult]:
         """Measure. Returns the results of the finalists. Raises RunFailed if the base cannot be served."""
         pool = [candidate for candidate in self.candidates if candidate.speculation == "none"]
         for round_number in range(len(ROUNDS_S)):
@@ -187,13 +187,13 @@ class Search:
                 pool = [candidate for candidate in pool if self._is_kept(candidate, best)]
         raise AssertionError("the last round returns")
 
-    def _repeat(self, finalists: Sequence[Result]) -> None:
+    def _repeat(self, finalists: Sequence[CandidateResult]) -> None:
         """Measure those again that may or may not be as fast as the fastest."""
         for round_number in range(len(ROUNDS_S), MAX_ROUNDS):
             able = [result for result in finalists if self.why_not(result) is None]
             self._round([result.candidate for result in undecided(able, round_number)], round_number)
 
-    def why_not(self, result: Result) -> str | None:
+    def why_not(self, result: CandidateResult) -> str | None:
         """The reason why a measured candidate cannot be chosen, or None."""
         return why_not(result, self.state.quality.get(result.candidate.precision), self.recipe)
 
@@ -210,10 +210,10 @@ class Search:
         rate = base.rounds[0]["requests_per_s"] if base is not None and base.rounds else 0.0
         return requests_of(self.num_questions, rate, round_number)
 
-    def _is_kept(self, candidate: Candidate, best: Sequence[Result]) -> bool:
+    def _is_kept(self, candidate: Candidate, best: Sequence[CandidateResult]) -> bool:
         return candidate == self.candidates[0] or any(result.candidate == candidate for result in best)
 
-    def _is_out(self, result: Result) -> bool:
+    def _is_out(self, result: CandidateResult) -> bool:
         """True for what no longer round can make eligible: only latency differs from round to round."""
         return why_not(result, self.state.quality.get(result.candidate.precision), self._without_slo) is not None
 
@@ -221,11 +221,11 @@ class Search:
     def _without_slo(self) -> Recipe:
         return replace(self.recipe, slo_ttft=None, slo_itl=None)
 
-    def _round(self, pool: Sequence[Candidate], round_number: int) -> list[Result]:
+    def _round(self, pool: Sequence[Candidate], round_number: int) -> list[CandidateResult]:
         results = []
         self.num_repeats = 0 if round_number < len(ROUNDS_S) else MAX_REPEATS
         for index, candidate in enumerate(pool if round_number % 2 == 0 else pool[::-1]):
-            result = self.state.results.get(candidate.name) or Result(candidate)
+            result = self.state.results.get(candidate.name) or CandidateResult(candidate)
             if not result.rounds and not result.failure and (reason := self._why_skipped(result)) is not None:
                 self.skipped[candidate] = reason
                 self.watcher.skipped(candidate, reason)
@@ -239,12 +239,12 @@ class Search:
             results.append(result)
         return results if round_number % 2 == 0 else results[::-1]
 
-    def _why_skipped(self, result: Result) -> str | None:
+    def _why_skipped(self, result: CandidateResult) -> str | None:
         """The reason why a candidate of a precision that was judged is not tried, or None."""
         quality = self.state.quality.get(result.candidate.precision)
         return None if quality is None else why_not(result, quality, self._without_slo)
 
-    def _measure(self, result: Result, round_number: int) -> None:
+    def _measure(self, result: CandidateResult, round_number: int) -> None:
         candidate, state = result.candidate, self.state
         try:
             served = self._least_disturbed(candidate, self._num_requests(round_number))

@@ -26,7 +26,7 @@ from mesh.domain.errors import ConfigurationError, InvalidRequest
 from tandem_cli.capacity.ranks import precision_of
 from tandem_cli.capacity.roofline import Precision
 from tandem_cli.local_mesh.hardware import available_cores
-from tandem_cli.model_files.calibration import PromptEncoder
+from tandem_cli.model_files.calibration import CalibrationEncoder
 from tandem_cli.model_files.model_folders import find_model
 from tandem_cli.optimization.candidates import (
     BASE,
@@ -79,7 +79,7 @@ class Subject:
         free_bytes = device_memory(device).free_bytes
         reason = why_eager(settings, config, layout)
         machine = Machine(device.type, free_bytes, len(available_cores()), reason)
-        encoder = PromptEncoder(folder, config.vocab_size)
+        encoder = CalibrationEncoder(folder, config.vocab_size)
         pairs = [_encoded(encoder, number, question) for number, question in enumerate(questions, start=1)]
         prompts, references = tuple(prompt for prompt, _ in pairs), tuple(reference for _, reference in pairs)
         base = precision_of(settings, config)
@@ -142,7 +142,7 @@ class Subject:
         return reasons
 
 
-def _encoded(encoder: PromptEncoder, number: int, question: Question) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _encoded(encoder: CalibrationEncoder, number: int, question: Question) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The prompt and the reference. Raises ConfigurationError with the number of the prompt."""
     try:
         return encoder.encode(question.job), encoder.answer(question.reference or "")

@@ -15,7 +15,7 @@ from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.benchmark import PRESETS, Benchmark, BurstShape, Case, Kind
 from tandem_cli.load_test.figures import Failed, Outcome, Slo
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs, read_jobs, read_trace
-from tandem_cli.load_test.load_generator import LoadGenerator, OnToken, Reply, poisson_arrivals
+from tandem_cli.load_test.load_generator import LoadGenerator, OnToken, TokenCounts, poisson_arrivals
 
 LENGTHS = Lengths(4, 9, vocab_size=100)
 JOBS = random_jobs(Lengths(4, 3), 24, 0)
@@ -184,13 +184,13 @@ class Server:
         self._batch = asyncio.Barrier(batch)
         self.most_in_flight = self._in_flight = 0
 
-    async def __call__(self, job: Job, on_token: OnToken) -> Reply:
+    async def __call__(self, job: Job, on_token: OnToken) -> TokenCounts:
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         await self._batch.wait()
         self._in_flight -= 1
         on_token()
-        return Reply(1, 4)
+        return TokenCounts(1, 4)
 
 
 async def test_a_closed_loop_keeps_its_number_of_requests_in_flight() -> None:
@@ -210,11 +210,11 @@ async def test_an_open_loop_does_not_wait_for_answers_and_counts_from_when_reque
 
 
 async def test_a_failure_is_a_record_and_the_others_go_on() -> None:
-    async def send(job: Job, on_token: OnToken) -> Reply:
+    async def send(job: Job, on_token: OnToken) -> TokenCounts:
         on_token()
         if job is JOBS[0]:
             raise Failed("gone")
-        return Reply(3, 4)
+        return TokenCounts(3, 4)
 
     done: list[Outcome] = []
     run = await LoadGenerator(send, lambda record: done.append(record.outcome)).closed_loop(JOBS, 2)

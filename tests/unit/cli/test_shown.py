@@ -25,7 +25,7 @@ from tandem_cli.terminal import (
     strip_controls,
     wide_console,
 )
-from tandem_cli.workers import MeshSnapshot, render, tokens_per_s
+from tandem_cli.workers import TimedMesh, render, tokens_per_s
 
 
 def test_text_with_brackets_and_colons_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +62,8 @@ def worker(role: str, num_tokens: int) -> tandem.Worker:
     )
 
 
-def sample(at_s: float, num_tokens: int) -> MeshSnapshot:
-    return MeshSnapshot(at_s, tandem.Mesh((worker("prefill", num_tokens), worker("decode", num_tokens)), 1, 2))
+def sample(at_s: float, num_tokens: int) -> TimedMesh:
+    return TimedMesh(at_s, tandem.Mesh((worker("prefill", num_tokens), worker("decode", num_tokens)), 1, 2))
 
 
 def test_speed_is_what_was_done_since_the_last_look() -> None:
@@ -73,7 +73,7 @@ def test_speed_is_what_was_done_since_the_last_look() -> None:
 def test_a_restarted_worker_has_no_speed_yet() -> None:
     now = sample(3.0, 0)
     restarted = replace(now.mesh.workers[1], incarnation="new")
-    now = MeshSnapshot(3.0, replace(now.mesh, workers=(now.mesh.workers[0], restarted)))
+    now = TimedMesh(3.0, replace(now.mesh, workers=(now.mesh.workers[0], restarted)))
     assert tokens_per_s(sample(1.0, 0), now) == {"prefill": 0.0}
 
 
@@ -92,7 +92,7 @@ def test_advice_is_shown_below_the_workers() -> None:
     now = sample(3.0, 30)
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(render(MeshSnapshot(3.0, replace(now.mesh, advice=(full, idle))), None))
+        console.print(render(TimedMesh(3.0, replace(now.mesh, advice=(full, idle))), None))
     lines = [line.strip() for line in capture.get().splitlines()]
     assert lines[-3:-1] == ["add a decode worker: KV is full", "remove one of the prefill workers: they are idle"]
 
@@ -112,7 +112,7 @@ def test_traffic_is_shown_below_the_workers() -> None:
     mesh = replace(sample(3.0, 30).mesh, traffic=traffic, routed=routed)
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(render(MeshSnapshot(3.0, mesh), None))
+        console.print(render(TimedMesh(3.0, mesh), None))
     lines = [line.split() for line in capture.get().splitlines()]
     assert lines[4:9] == [
         ["traffic", "revision", "share", "routed", "requests"],
@@ -129,7 +129,7 @@ def test_the_workers_table_has_ranks_if_a_worker_has_several() -> None:
     divided = replace(now.mesh.workers[1], tensor_parallel=4, pipeline_parallel=2)
     with console.capture() as capture:
         console.print(render(now, None))
-        console.print(render(MeshSnapshot(3.0, replace(now.mesh, workers=(now.mesh.workers[0], divided))), None))
+        console.print(render(TimedMesh(3.0, replace(now.mesh, workers=(now.mesh.workers[0], divided))), None))
     lines = [line.split() for line in capture.get().splitlines()]
     assert lines[0][-1] == "seen"
     assert [line[-1] for line in lines[4:7]] == ["ranks", "1x1", "4x2"]
@@ -140,7 +140,7 @@ def test_the_workers_table_has_adapters_if_a_worker_has_some() -> None:
     now = sample(3.0, 30)
     workers = tuple(replace(worker, adapters=("french", "legal")) for worker in now.mesh.workers)
     with console.capture() as capture:
-        console.print(render(MeshSnapshot(3.0, replace(now.mesh, workers=workers)), None))
+        console.print(render(TimedMesh(3.0, replace(now.mesh, workers=workers)), None))
     lines = [line.split() for line in capture.get().splitlines()]
     assert lines[0][-1] == "adapters"
     assert lines[1][-2:] == ["french,", "legal"]

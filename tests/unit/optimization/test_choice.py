@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout
 from tandem_cli.optimization.choice import (
     OTHER_LOAD,
+    CandidateResult,
     PrecisionQuality,
-    Result,
     choose,
     order,
     over_limits,
@@ -28,9 +28,9 @@ GOOD = PrecisionQuality(top1_agreement=1.0, mean_kl=0.0, perplexity=2.0, base_pe
 
 def result(
     speed: float, precision: str = BASE, *, speculation: str = "none", layout: Layout = USUAL, ttft: float = 100.0
-) -> Result:
+) -> CandidateResult:
     figures = {"output_tokens_per_s": speed, "ttft_p99_ms": ttft, "gap_p99_ms": 10.0, "num_ok": 16.0}
-    return Result(Candidate(precision, speculation, layout), {0: figures})
+    return CandidateResult(Candidate(precision, speculation, layout), {0: figures})
 
 
 def test_the_fastest_is_chosen() -> None:
@@ -97,12 +97,12 @@ RECORDED = {
 """Tokens/s of two rounds of 600 requests on two cores that other processes used, too."""
 
 
-def recorded(rounds: Sequence[int], other_load: Sequence[float] = (0.0, 0.0)) -> dict[str, Result]:
+def recorded(rounds: Sequence[int], other_load: Sequence[float] = (0.0, 0.0)) -> dict[str, CandidateResult]:
     layouts = {layout.name: layout for layout in (USUAL, Layout(0, 1), Layout(0, 2))}
     results = {}
     for name, speeds in RECORDED.items():
         precision, _, layout = name.partition(", ")
-        results[name] = Result(Candidate(precision, "none", layouts[layout]))
+        results[name] = CandidateResult(Candidate(precision, "none", layouts[layout]))
         for number in rounds:
             figures = {"output_tokens_per_s": float(speeds[number]), "num_ok": 600.0, OTHER_LOAD: other_load[number]}
             results[name].rounds[number] = figures

@@ -15,10 +15,10 @@ from tandem_cli.local_mesh.deployment import Deployment
 from tandem_cli.main import main
 from tandem_cli.model_files.model_folders import BUNDLED, BUNDLED_MODELS
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout
-from tandem_cli.optimization.choice import PrecisionQuality, Result, choose
+from tandem_cli.optimization.choice import CandidateResult, PrecisionQuality, choose
 from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.optimization.result import (
-    Outcome,
+    SearchOutcome,
     plot_svg,
     properties_of,
     publish,
@@ -47,16 +47,16 @@ def figures(speed: float, ttft: float = 100.0) -> dict[str, float]:
     }
 
 
-def outcome(recipe: Recipe, *, none_eligible: bool = False) -> Outcome:
+def outcome(recipe: Recipe, *, none_eligible: bool = False) -> SearchOutcome:
     results = [
-        Result(Candidate(BASE, "none", USUAL), {0: figures(100)}),
-        Result(Candidate("int8", "ngram", Layout(0, 2)), {0: figures(180, ttft=80.0)}),
-        Result(Candidate("int4", "none", USUAL), {0: figures(150)}),
-        Result(Candidate("awq", "none", USUAL), failure="the mesh did not start: <why>"),
+        CandidateResult(Candidate(BASE, "none", USUAL), {0: figures(100)}),
+        CandidateResult(Candidate("int8", "ngram", Layout(0, 2)), {0: figures(180, ttft=80.0)}),
+        CandidateResult(Candidate("int4", "none", USUAL), {0: figures(150)}),
+        CandidateResult(Candidate("awq", "none", USUAL), failure="the mesh did not start: <why>"),
     ]
     choice = None if none_eligible else choose(results[:2])
     rows = rows_of(results, QUALITY, choice, recipe)
-    return Outcome("tandem-small", {"prompts": 64}, recipe, rows, results[0], choice, {"fp8, x": "no fp8"})
+    return SearchOutcome("tandem-small", {"prompts": 64}, recipe, rows, results[0], choice, {"fp8, x": "no fp8"})
 
 
 def test_the_report_for_programs() -> None:

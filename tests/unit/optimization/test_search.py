@@ -18,7 +18,7 @@ from checkpoint.watched_files import WatchedFiles
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout, combine
-from tandem_cli.optimization.choice import OTHER_LOAD, PrecisionQuality, Result, choose
+from tandem_cli.optimization.choice import OTHER_LOAD, CandidateResult, PrecisionQuality, choose
 from tandem_cli.optimization.progress import ShownProgress, TimeLeft, show_time
 from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.optimization.search import (
@@ -45,7 +45,7 @@ class Watcher:
         is_first = candidate == CANDIDATES[0] and round_number == 0
         assert plan[0] == requests_of(NUM_QUESTIONS, 0.0 if is_first else RATE, round_number)
 
-    def ended(self, result: Result) -> None: ...
+    def ended(self, result: CandidateResult) -> None: ...
 
     def left_out(self, round_number: int) -> None: ...
 

@@ -21,12 +21,12 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram
 
-from checkpoint.byte_tokens import (
+from checkpoint.byte_level_bpe import (
     GPT2_WORDS,
     KIMI_WORDS,
     LLAMA3_WORDS,
     QWEN2_WORDS,
-    of_bytes,
+    byte_level_tokenizer,
     pairs_of,
     read_tekken,
     read_tiktoken,
@@ -260,7 +260,7 @@ def _byte_level(model_dir: Path, config: TokenizerConfig) -> Tokenizer:
     vocab, merges = BPE.read_file(*(str(model_dir / name) for name in BYTE_LEVEL))
     add_prefix_space = bool(config.raw.get("add_prefix_space", False))
     words = _BYTE_LEVEL_WORDS[config.class_name]
-    return _composing(of_bytes(BPE(vocab, merges), words, add_prefix_space=add_prefix_space), config)
+    return _composing(byte_level_tokenizer(BPE(vocab, merges), words, add_prefix_space=add_prefix_space), config)
 
 
 def _composing(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:

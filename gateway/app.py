@@ -22,7 +22,8 @@ from gateway.exchange import Endpoint, Handler, request_id_of
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SAGEMAKER
 from gateway.openai.chat import chat_completions
-from gateway.openai.completions import completions, embeddings, get_model, list_models
+from gateway.openai.completions import completions
+from gateway.openai.models import embeddings, get_model, list_models
 from gateway.openai.responses.endpoint import count_input_tokens, create_response
 from gateway.openai.tokens import detokenize, tokenizer_info
 from gateway.tgi import endpoints as tgi

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from checkpoint.byte_tokens import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, of_bytes
+from checkpoint.byte_level_bpe import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, byte_level_tokenizer
 from checkpoint.gguf.file import GgufFile
 from checkpoint.tokenizer_files import TokenizerConfig
 from mesh.domain.errors import ConfigurationError
@@ -116,7 +116,7 @@ def _byte_level(file: GgufFile) -> Tokenizer:
         )
     vocab = {token: id_ for id_, token in enumerate(file.require("tokenizer.ggml.tokens"))}
     merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", ())]
-    tokenizer = of_bytes(BPE(vocab, merges, ignore_merges=words in _WHOLE_WORDS_FIRST), _WORDS[words])
+    tokenizer = byte_level_tokenizer(BPE(vocab, merges, ignore_merges=words in _WHOLE_WORDS_FIRST), _WORDS[words])
     if words == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     if words in _SINGLE_DIGITS:

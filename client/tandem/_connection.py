@@ -18,8 +18,8 @@ import grpc
 from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tandem._calls import ELSEWHERE, RETRYABLE, Deadline, RetryPolicy
 from tandem._responses import EventReader
+from tandem._retries import ELSEWHERE, RETRYABLE, Deadline, RetryPolicy
 from tandem._routers import Channels, Router, Routers, Stubs
 from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
 from tandem.v1 import generation_pb2
@@ -71,7 +71,7 @@ class Connection:
     """Sends calls to the first router that accepts them.
 
     A call that has delivered nothing is retried at the next router without a pause, and after a pause when all routers
-    have failed. If a router is overloaded, the client waits for it instead; see _calls.py.
+    have failed. If a router is overloaded, the client waits for it instead; see _retries.py.
     """
 
     def __init__(self, addresses: str, api_key: str | None, policy: RetryPolicy, channels: Channels) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Unpack
 
-from tandem._calls import Deadline
 from tandem._fields import wrong_value
 from tandem._requests import STRUCTURES, GenerateArguments, TokenizeArguments, generate_request, has_structure
+from tandem._retries import Deadline
 from tandem.exceptions import InvalidRequest
 from tandem.models import Choice, FinishReason, Model, Result, Token, Usage
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 
-from tandem._calls import error_from_rpc
 from tandem._fields import wrong_value
+from tandem._retries import error_from_rpc
 from tandem.exceptions import Cancelled, ConnectionFailed, InvalidRequest
 from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 

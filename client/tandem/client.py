@@ -8,7 +8,6 @@ from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from google.protobuf.message import Message
 
-from tandem._calls import Deadline, RetryPolicy, seconds
 from tandem._connection import Connection, ResumableStream, make_repeatable
 from tandem._continuation import continue_until_done
 from tandem._fields import wrong_value
@@ -25,6 +24,7 @@ from tandem._requests import (
     tokenizer_request,
 )
 from tandem._responses import EventReader, ResultBuilder, history, mesh, models, token
+from tandem._retries import Deadline, RetryPolicy, seconds
 from tandem._routers import ChannelFactory, Channels, SecureChannels, Stubs, Tls, insecure_channel
 from tandem.mesh import HistoryPoint, Mesh, Worker
 from tandem.models import Model, Result, Token, TokenEvent

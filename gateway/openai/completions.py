@@ -1,13 +1,12 @@
-"""POST /v1/completions, GET /v1/models, and POST /v1/embeddings: refused, because workers compute no embeddings."""
+"""POST /v1/completions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 
 from starlette.responses import JSONResponse, Response
 
 from gateway.answers import SSE_DONE, Answer, Framing, collect, stream_answer, total_usage
-from gateway.errors import InvalidField, Problem, openai_error_body
+from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.requests import ClientFieldNames, CompletionBody, check_ranges
 from gateway.openai.response_parts import (
@@ -21,9 +20,9 @@ from gateway.openai.response_parts import (
     visible_tokens,
     without_stop_tokens,
 )
-from gateway.openai.sdk_arguments import completion_arguments, model_of
-from gateway.schema import AnyJson, Body, Json, Name
-from tandem import Choice, FinishReason, Model, Token, TokenEvent
+from gateway.openai.sdk_arguments import completion_arguments
+from gateway.schema import Json
+from tandem import Choice, FinishReason, Token, TokenEvent
 
 
 async def completions(exchange: Exchange) -> Response:
@@ -119,55 +118,3 @@ class CompletionChunks:
             return self._tokens.take(event)
         self._logprobs[event.index] = CompletionLogprobs(self._body)
         return (*self._prompts.get(prompt, ()), *self._tokens.take(event))
-
-
-async def list_models(exchange: Exchange) -> Response:
-    models = await exchange.client.models(timeout=exchange.settings.request_timeout_s)
-    data = [_model_json(name, model) for model in models for name in (model.name, *model.adapters)]
-    pages = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-    return JSONResponse({"object": "list", "data": data, "has_more": False, **pages})
-
-
-async def get_model(exchange: Exchange) -> Response:
-    name = exchange.request.path_params["model"]
-    if not name:  # /v1/models/
-        return await list_models(exchange)
-    model = await exchange.client.model(name, timeout=exchange.settings.request_timeout_s)
-    return JSONResponse(_model_json(name, model))
-
-
-def _model_json(name: str, model: Model) -> Json:
-    """A model, or one of its adapters, whose `parent` it is, for clients of OpenAI and of Anthropic. It was created
-    when the router began to serve it.
-    """
-    since = datetime.fromtimestamp(model.serving_since_unix_s, UTC)
-    return {
-        "id": name,
-        "object": "model",
-        "type": "model",
-        "display_name": name,
-        "created": model.serving_since_unix_s,
-        "created_at": since.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "lifecycle": "active",
-        "owned_by": "tandem",
-        "root": model.name,
-        "parent": None if name == model.name else model.name,
-        "max_model_len": model.max_total_tokens,
-        "max_input_tokens": model.max_input_tokens,
-    }
-
-
-class EmbeddingsBody(Body):
-    model: Name = ""
-    input: AnyJson
-
-
-async def embeddings(exchange: Exchange) -> Response:
-    """Raise the error that tells a wrong model name from a model that cannot do it."""
-    body = await exchange.parse(EmbeddingsBody)
-    model = await exchange.client.model(model_of(body.model) or "", timeout=exchange.settings.request_timeout_s)
-    message = (
-        f"The model '{model.name}' does not support embeddings: it generates text. "
-        "Send 'input' to a service that serves an embedding model."
-    )
-    raise InvalidField(message, field="model", code="unsupported_model")

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 import tandem
-from tandem._calls import RetryPolicy
+from tandem._retries import RetryPolicy
 from tandem.v1 import mesh_pb2
 from tests.defects import Repaired
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script, running_router

@@ -15,7 +15,7 @@ import pytest
 
 import tandem
 from tandem import _calls, _connection
-from tandem._calls import Deadline
+from tandem._retries import Deadline
 from tandem._routers import Router
 from tests.defects import Repaired
 from tests.fakes.resetting_proxy import resetting_proxy

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 import tandem
-from tandem._calls import RetryPolicy
+from tandem._retries import RetryPolicy
 from tests.evidence import Evidence
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script, running_router
 

@@ -1,8 +1,8 @@
 """Chained requests: where the seams between rounds lie."""
 
 from tandem import GenerateArguments
-from tandem._calls import Deadline
 from tandem._continuation import _round, complete_characters
+from tandem._retries import Deadline
 from tandem.models import Token
 
 

@@ -9,7 +9,7 @@ from grpc.aio import AioRpcError, Metadata
 import tandem
 from mesh.domain import errors as mesh_errors
 from mesh.rpc.status import status_of
-from tandem._calls import ERROR_BY_NAME, RETRYABLE, RetryPolicy, error_from_rpc
+from tandem._retries import ERROR_BY_NAME, RETRYABLE, RetryPolicy, error_from_rpc
 
 
 def rpc_error(code: grpc.StatusCode, details: str = "why", **trailing: str) -> AioRpcError:

@@ -36,7 +36,7 @@ _TEKKEN_SPECIAL = (
 _TEKKEN_FILLER = "<SPECIAL_{}>"
 
 
-def of_bytes(model: BPE, words: str, *, add_prefix_space: bool = False) -> Tokenizer:
+def byte_level_tokenizer(model: BPE, words: str, *, add_prefix_space: bool = False) -> Tokenizer:
     """A tokenizer of byte-level BPE that cuts a text into words by a pattern; GPT2_WORDS has none."""
     tokenizer = Tokenizer(model)
     cut = [pre_tokenizers.Split(Regex(words), "isolated")] if words else []
@@ -55,7 +55,7 @@ def read_tiktoken(path: Path, words: str) -> Tokenizer:
         ranked = sorted((int(rank), base64.b64decode(token, validate=True)) for token, rank in lines)
     except (ValueError, binascii.Error) as error:
         raise ConfigurationError(f"{path} is broken: a line is not a token in base 64 and its id") from error
-    return of_bytes(_ranked([*dict.fromkeys(token for _, token in ranked)]), words)
+    return byte_level_tokenizer(_ranked([*dict.fromkeys(token for _, token in ranked)]), words)
 
 
 def read_tekken(path: Path) -> Tokenizer:
@@ -74,7 +74,7 @@ def read_tekken(path: Path) -> Tokenizer:
         raise ConfigurationError(f"{path} is broken: {type(error).__name__}: {error}") from error
     if len(tokens) + num_special != vocab_size or [entry.get("rank") for entry in entries] != [*range(len(tokens))]:
         raise ConfigurationError(f"{path} is broken: it does not have {vocab_size - num_special} tokens in a row")
-    tokenizer = of_bytes(_ranked(tokens, special), words)
+    tokenizer = byte_level_tokenizer(_ranked(tokens, special), words)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     return tokenizer
 

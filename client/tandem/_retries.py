@@ -1,4 +1,5 @@
-"""Calls to routers: deadlines, gRPC's errors as errors of this package, and when a call is retried (_connection.py).
+"""When a call of a router is retried: gRPC's errors as errors of this package, deadlines, backoff. The retries
+themselves are in _connection.py.
 
 Only calls that have delivered nothing are retried. If a router cannot be reached, is stopping or has no workers, the
 client tries the next router at once. It does not do so for an overloaded router: routers of one mesh share a limit, so

@@ -199,8 +199,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _require_targets(config: Mapping[str, Any], modules: Collection[str]) -> None:
-    """Raise ConfigurationError if target_modules lists some of the modules and not others, which PEFT would ignore.
-    Lists that know none of them have names from before the model was renamed.
+    """Raise ConfigurationError if target_modules lists only some of the modules: PEFT would ignore the others. A list
+    without any of them has the names of an older version of the model.
     """
     targets = config.get("target_modules")
     names = [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []

@@ -102,7 +102,7 @@ def _ranked(tokens: Sequence[bytes], special: Sequence[str] = ()) -> BPE:
 
 
 def _names_of_bytes() -> list[str]:
-    """The character by which byte-level BPE names each byte: printable ones name themselves, then U+0100 and on."""
+    """The character that stands for each byte in byte-level BPE: a printable one for itself, others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare_codes = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(spare_codes)) for byte in range(256)]

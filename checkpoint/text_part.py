@@ -119,7 +119,7 @@ def possible_names(name: str) -> tuple[str, ...]:
 
 
 def names_in_programs(stored: str) -> tuple[str, ...]:
-    """The names by which config.json may call a module that the file has as `stored`."""
+    """The names that config.json may have for a module whose name in the file is `stored`."""
     return stored, *possible_names(_TEXT.sub("model.", stored))
 
 

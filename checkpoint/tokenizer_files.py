@@ -86,7 +86,7 @@ _CHATGLM_TOKENS = (
     *("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
 )
-# The code of Kimi and of Hunyuan puts these special tokens behind the vocabulary, but for those that the files list.
+# The code of Kimi and of Hunyuan appends these special tokens to the vocabulary, unless the files list them.
 _NUM_RESERVED_OF_KIMI = 256
 _RESERVED_OF_KIMI = "<|reserved_token_{}|>"
 _HUNYUAN_TOKENS = (

@@ -185,8 +185,8 @@ def _measure(args: argparse.Namespace) -> Report:
 
 
 def _save_round(args: argparse.Namespace, report: Report) -> None:
-    """Save the results so far, because a long benchmark may be killed. If that fails, the end is told of it: until then
-    the disk may have space again.
+    """Save the results so far, because a long benchmark may be killed. Failures are reported at the end only: until
+    then the disk may have space again.
     """
     if args.json:
         with suppress(OSError):

@@ -78,8 +78,8 @@ class CommandParser(argparse.ArgumentParser):
         return parsed, []
 
     def _with_bare_switches(self, words: Sequence[str]) -> list[str]:
-        """`words`, in which a switch takes the next word only if that is a value: `--colocated MODEL` has two meanings
-        for argparse.
+        """Give switches whose next word is no value an explicit one: argparse would take the model of `--colocated
+        MODEL` for the value.
         """
         pairs = zip_longest(words, words[1:], fillvalue="")
         return [f"{word}={BARE}" if word in self._switches and not is_bool(after) else word for word, after in pairs]

@@ -276,8 +276,8 @@ class ResumableStream:
     """The messages of one Generate call, possibly from several routers in turn.
 
     After each loss, the search for a router takes at most `resume_timeout_s`, within `deadline`; 0 seconds disable it.
-    `reader` reads the messages: it is told when they start again from the first, and a loss behind the whole answer
-    ends the stream.
+    `reader` reads the messages. Its `repeat` is called when they start again from the first. A loss after the complete
+    answer ends the stream.
     """
 
     def __init__(

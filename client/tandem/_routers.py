@@ -70,7 +70,7 @@ class Channels:
         return self._open_channel(address)
 
     def roots(self) -> bytes | None:
-        """The certificates that a channel opened now trusts; None for those of its own choice, which never change."""
+        """The certificates that a channel opened now would trust; None for gRPC's own, which never change."""
         return None
 
 

@@ -140,7 +140,7 @@ class Mesh:
 
     `shortage` is the resource that the first request in the queue waits for: "decode worker", "decode capacity" or
     "prefill capacity"; "" if no request waits. `advice` is empty if nothing would help. `traffic` has the shares of the
-    revisions, by the name that stands for them; `routed` what this router has made of them.
+    revisions, by the name that stands for them; `routed` the requests that this router sent to each.
     """
 
     workers: tuple[Worker, ...]

@@ -124,7 +124,7 @@ class CallReader:
                 yield from self._emit(char)
 
     def _is_out_of_place(self, char: str) -> bool:
-        """True for a character that cannot be outside of texts, behind an object of arguments, or before a key."""
+        """True for a character that cannot be here: outside of texts, after an object of arguments, or before a key."""
         if char in _MARK_BEGINNINGS:
             return True
         if self._depth > 1 or not char.strip() or char in ",}]":

@@ -18,7 +18,7 @@ _LITERALS = {"true": True, "false": False, "null": None}
 
 
 class PythonValue:
-    """Reads one value, up to the comma or the bracket behind it, which it leaves. Returns it once it is complete."""
+    """Reads one value, up to the comma or bracket after it, which it leaves. Returns the value once it is complete."""
 
     def __init__(self) -> None:
         self.is_done = False

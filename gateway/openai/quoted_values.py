@@ -1,5 +1,5 @@
-"""Values of arguments as Gemma 4 writes them, such as `{days:[1,2],city:<|"|>Paris<|"|>}`: JSON, but that texts stand
-between marks of their own, without escapes, and keys are bare.
+"""Values of arguments as Gemma 4 writes them, such as `{days:[1,2],city:<|"|>Paris<|"|>}`: JSON with bare keys, and
+with special marks around texts in place of quotes and escapes.
 """
 
 import json
@@ -13,7 +13,7 @@ _BARE = re.compile(r"[^\[\]{},:]+")
 
 
 class QuotedValue:
-    """Reads one value, up to the comma or the bracket behind it, which it leaves. Returns it once it is complete."""
+    """Reads one value, up to the comma or bracket after it, which it leaves. Returns the value once it is complete."""
 
     def __init__(self, quote: str) -> None:
         self.is_done = False

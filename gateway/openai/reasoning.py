@@ -127,8 +127,8 @@ class ReasoningParser:
 
 
 class _Answer:
-    """The answer behind reasoning, without white space before it, unless it `keeps_blanks`, and without the marks
-    around it: an opening one at its beginning, a closing one at its end.
+    """The answer after reasoning, without the marks around it (`around` of the format), and without white space before
+    it unless it `keeps_blanks`.
     """
 
     def __init__(self, style: ReasoningFormat, *, keeps_blanks: bool = False) -> None:

@@ -299,7 +299,7 @@ class ClientFieldNames:
         if problem.field is not None or problem.row.openai.status != 400:
             return problem
         code = "context_length_exceeded" if any(name in problem.message for name in _LENGTH_LIMITS) else problem.code
-        # What a compiler says about a structure quotes it, and has words of its own.
+        # A compiler's message about a structure quotes the structure, whose words must stay.
         head, refused, reason = problem.message.partition(_REFUSED)
         message = _NAME.sub(lambda match: self.names.get(match[0], match[0]), head) + refused + reason
         return replace(problem, message=message, field=self._field(message), code=code)

@@ -123,7 +123,7 @@ def _sampling(body: SamplingBody, model: Model | None) -> GenerateArguments:
 
 
 def _may_stop(body: SamplingBody, model: Model | None) -> bool:
-    """True if a stop string may end the answer: the bytes of tokens tell which of them are that string."""
+    """True if a stop string may end the answer. Then the bytes of tokens are needed to tell which are part of it."""
     return bool(body.stop) or (model is not None and bool(model.stop_strings))
 
 

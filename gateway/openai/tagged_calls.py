@@ -29,7 +29,7 @@ TEXT_ONLY = frozenset({"string"})
 # What models write for these, in any case: chat templates show them Python's spelling.
 _LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _MAX_SCHEMAS = 256
-"""A parameter whose type takes more schemas to find may have any: clients write schemas, and may refer in circles."""
+"""The search for a parameter's type ends after this many schemas, which clients write and may link in circles."""
 
 
 class _State(Enum):
@@ -193,7 +193,7 @@ class TaggedCallParser:
         self._buffer = ""
 
     def _read_after(self) -> None:
-        """Skip the marks behind a call, up to the next call or to other text."""
+        """Skip the marks after a call, up to the next call or to other text."""
         text = self._buffer.lstrip()
         closing = next(filter(text.startswith, self._style.closings), "")
         if closing:
@@ -308,7 +308,7 @@ def _types(schema: object, root: object, types_by_schema: dict[int, frozenset[st
 
 
 def _members(schema: Json, key: str) -> list[object]:
-    """Return the schemas that `key` combines: none if it is no list, or so long that it may not be looked at."""
+    """Return the schemas that `key` combines; none if it is no list, or too long to look at."""
     members = schema.get(key)
     return members if isinstance(members, list) and len(members) <= _MAX_SCHEMAS else []
 

@@ -8,29 +8,19 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class TaggedFormat:
-    """The format in which a family of models writes calls.
+    """The format in which a family of models writes calls. States in capitals are those of TaggedCallParser."""
 
-    `starts`: marks before the first call, and before others. `next_start`: the mark before a call behind another one,
-    if it is not the last of `starts`; "" if there is none. `bare`: a text that begins with this may be calls without a
-    mark. `heads`: regular expressions of what may be between that mark and the function's name. `behind_name`: one of
-    what is between the name and the arguments. `parameter`: one from BETWEEN to a value, whose group is the parameter's
-    name; "" if the arguments are a JSON object. `value_ends`: marks behind a value; the first of them belongs to the
-    value. None of them: values are written as in Python, or, with a `quote` around texts, as in quoted_values.py.
-    `has_lines`: a line break around a value is not part of it. `call_ends`: marks that end the parameters. `closings`:
-    marks that may follow, and the last of them ends the calls.
-    """
-
-    starts: tuple[str, ...]
-    heads: tuple[str, ...]
-    behind_name: str
-    parameter: str = ""
-    value_ends: tuple[str, ...] = ()
-    has_lines: bool = False
-    quote: str = ""
-    call_ends: tuple[str, ...] = ()
-    closings: tuple[str, ...] = ()
-    next_start: str | None = None
-    bare: str = ""
+    starts: tuple[str, ...]  # marks before the first call and before later ones
+    heads: tuple[str, ...]  # expressions for what may be between such a mark and the function's name
+    behind_name: str  # an expression for what is between the name and the arguments
+    parameter: str = ""  # an expression from BETWEEN to a value, with its name as group; "": JSON arguments
+    value_ends: tuple[str, ...] = ()  # marks after a value, the first of them its own; none: see `quote`
+    has_lines: bool = False  # a line break around a value is not part of it
+    quote: str = ""  # without `value_ends`: the mark around texts, as in quoted_values.py; "": values as in Python
+    call_ends: tuple[str, ...] = ()  # marks that end the parameters
+    closings: tuple[str, ...] = ()  # marks that may follow; the last one ends the calls
+    next_start: str | None = None  # the mark between two calls, "" for none; None: the last of `starts`
+    bare: str = ""  # a text that begins with this may be calls without a mark
 
     has_control_marks: ClassVar[bool] = True
     arguments_key: ClassVar[str] = "arguments"

@@ -80,7 +80,7 @@ class ToolUse:
 
     @property
     def has_control_marks(self) -> bool:
-        """True if calls that are not forced are told by marks that may be control tokens."""
+        """True if unforced calls have marks that may be control tokens."""
         return self.style is not None and self.style.has_control_marks
 
     def parser(self) -> CallParser | None:
@@ -170,11 +170,11 @@ def _calls_schema(use: ToolUse, *, is_list: bool) -> Json:
 
 
 def place_schema(schema: object, base: str, home: str, *, is_open: bool = False) -> object:
-    """The schema, or a part of it, as it says the same at `home`: without annotations, which only take room, and with
-    its references to itself, by its `base` or without one, rewritten.
+    """Move a schema, or a part of it, to the place `home` of another one: its references to itself, with its `base` or
+    without, are rewritten. Annotations are dropped, which only take room.
 
-    Properties that it does not name are forbidden, unless it says otherwise or `is_open`: a weak model would add some
-    for ever. Branches of a combination stay open, because each may name properties of the others.
+    Properties that it does not name are forbidden unless it allows them or `is_open`: a weak model would add some
+    without end. Branches of a combination stay open, because each may name properties of the others.
     """
     if isinstance(schema, list):
         return [place_schema(item, base, home, is_open=is_open) for item in schema]

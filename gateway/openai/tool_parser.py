@@ -17,7 +17,7 @@ from gateway.openai.call_reader import CallReader, NotACall, Piece, Text
 from gateway.openai.tagged_calls import find_begun_mark
 
 _BETWEEN_CALLS = " \t\r\n,;[]}"
-"""Separators, and a brace too many behind a call."""
+"""Separators between calls, and a superfluous brace after one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class ToolFormat:
 
     `start`, `end`: markers around the calls. `bare`: a text that begins with JSON may be calls without a marker.
     `only_calls`: the text has calls only. `named`: a call may also be a name, then its arguments. `has_control_marks`:
-    in some checkpoints the markers are control tokens, without which calls behind other text would be text.
-    `around`: how a model writes calls, as a grammar can name it: the texts before the first, between two, and behind
-    the last; None if there are control tokens among them.
+    in some checkpoints the markers are control tokens, without which calls after other text would be taken for text.
+    `around`: for grammars, the texts before the first call, between two, and after the last; None if control tokens
+    are among them.
     """
 
     start: str

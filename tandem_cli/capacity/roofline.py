@@ -25,7 +25,7 @@ WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "in
 """Bytes per weight of a linear layer, without scales."""
 _PACKED_OUTPUT = {"int4": "int8"}
 _PACKED_GROUP, _PACKED_SCALE_BYTES = 32, 3
-"""In int4 groups of so many weights have a scale and a zero, unless a checkpoint has others."""
+"""In int4 each group of weights has a scale and a zero; a quantised checkpoint may have other groups."""
 QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8")
 """Types that only the weights of linear layers can have: those of this engine, and those of others."""
 _MAX_ITERATIONS = 50  # of a fixed-point iteration with shrinking steps
@@ -137,7 +137,7 @@ class Capacity:
         return self._matrices_bytes(model.step_params) + tables_bytes + model.vector_params * precision.other_bytes
 
     def _matrices_bytes(self, params: float) -> float:
-        """Bytes of so many parameters of matrices, those of the output matrix among them."""
+        """Bytes of `params` parameters of matrices, which include the output matrix."""
         precision, of_output = self.precision, self.model.vocabulary_params
         return (params - of_output) * precision.weight_bytes + of_output * precision.output_bytes
 
@@ -175,7 +175,7 @@ class Capacity:
         return max(0, int(self._bytes_for_kv // self.sequence_bytes(context_tokens)))
 
     def sequence_bytes(self, tokens: float) -> float:
-        """Memory of a sequence of so many tokens: its KV, and its recurrent states."""
+        """Memory of a sequence of `tokens` tokens: its KV and its recurrent states."""
         held_tokens = self.model.held_tokens(tokens) + self.state_blocks * BLOCK_SIZE
         return held_tokens * self.kv_bytes_per_token
 
@@ -285,7 +285,7 @@ class Device:
         return DeviceRates(self.memory_bytes, self.bandwidth_bytes_per_s, weights, attention)
 
     def times(self, count: int) -> "Device":
-        """So many of them as one, at best: nothing is lost between them."""
+        """`count` of these devices as one, without any loss between them."""
         rates = {dtype: count * rate for dtype, rate in self.flops_per_s.items()}
         memory_bytes, bandwidth = count * self.memory_bytes, count * self.bandwidth_bytes_per_s
         return Device(f"{count} x {self.name}", memory_bytes, bandwidth, rates, self.source)

@@ -90,7 +90,7 @@ class Series:
 @dataclass(slots=True)
 class Report:
     """Results of `tandem bench`. An interrupted benchmark has the runs that were complete by then, and the exit status
-    that says by which signal; 0 otherwise.
+    for its signal; else that is 0.
     """
 
     settings: dict[str, Any]

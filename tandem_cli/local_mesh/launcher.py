@@ -106,7 +106,7 @@ class Launcher(Protocol):
 
 
 def with_checkout(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ`, in which Python also finds the packages of a checkout that is not installed."""
+    """`environ`, extended so that Python finds the packages of a checkout that is not installed."""
     packages = Path(__file__).resolve().parents[2]
     if not (packages / "pyproject.toml").exists():
         return dict(environ)

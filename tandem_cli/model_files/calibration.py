@@ -12,9 +12,9 @@ from router.text.chat import ChatMessage, ChatTemplate, Rendering
 from tandem_cli.load_test.jobs import Job, Lengths, read_entries
 
 _HELD_OUT = 4
-"""One prompt of so many is held out."""
+"""Every fourth prompt is held out."""
 _TOKEN_CHARS = 64
-"""More characters than a token stands for on average. Text behind so many times the tokens is never tokenised."""
+"""More characters than a token has on average. Of a longer text, only `max_tokens` times this is tokenised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ def _answer_beside(line: dict[str, Any], job: Job) -> str:
 
 
 class CalibrationEncoder:
-    """Token ids of prompts as the router makes them; the tokenizer and the chat template are loaded when needed. With
-    `max_chars` only so many characters of a text are tokenised, its first.
+    """Makes token ids of prompts as the router does. The tokenizer and the chat template are loaded when needed. Only
+    the first `max_chars` characters of a text are tokenised, if it is given.
     """
 
     def __init__(self, model_dir: Path, vocab_size: int, *, max_chars: int | None = None) -> None:

@@ -70,7 +70,7 @@ class RayCluster:
         return nodes_of(ray.nodes())
 
     def own_address(self) -> str:
-        """This machine's address, as the nodes reach it: that of the way to one of them."""
+        """This machine's address in the network of the nodes: that of the route to one of them."""
         nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
         family = socket.AF_INET6 if ":" in nodes[0] else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as way:  # nothing is sent

@@ -165,8 +165,8 @@ def fastest(results: Sequence[CandidateResult], before: float = inf) -> Candidat
 
 
 def thriftiest(results: Sequence[CandidateResult]) -> list[CandidateResult]:
-    """Results in the order in which equally fast ones are chosen: fewer processes; less memory, where EQUAL counts as
-    the same; what has less to go wrong.
+    """Sort equally fast results, best first: by fewer processes; by less memory, if it differs by more than EQUAL; by
+    what has less to go wrong.
     """
     left, ordered = list(results), []
     while left:

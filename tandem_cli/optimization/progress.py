@@ -25,7 +25,7 @@ class TimeLeft:
         self._request_s.append(run_s / figures["num_ok"])
 
     def of(self, plan: Sequence[int]) -> float | None:
-        """Seconds of measurements with so many requests; None before the first."""
+        """Seconds that measurements with these numbers of requests will take; None before the first."""
         if not self._request_s:
             return None
         count = len(self._request_s)

@@ -199,7 +199,7 @@ class Search:
 
     @staticmethod
     def _num_kept(count: int, round_number: int) -> int:
-        """How many of so many candidates the next round has."""
+        """The number of `count` candidates that go on to the next round."""
         if round_number == 0:
             return min(count, max(FINALISTS, (count + 1) // 2))
         return min(FINALISTS, count) if round_number == 1 else count

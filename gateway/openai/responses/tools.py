@@ -23,7 +23,7 @@ _FREE_TEXT: Json = {"type": "object", "properties": {_INPUT: {"type": "string"}}
 
 
 class InputFormat(Body):
-    """The form of a custom tool's text. The model is told it, and not held to it."""
+    """The format of a custom tool's text. The model reads it in the tool's description; nothing enforces it."""
 
     type: Name = "text"
     syntax: Name | None = None
@@ -180,7 +180,7 @@ def _function(tool: CallableTool, namespace: str) -> Json:
 
 
 def _with_format(tool: CallableTool) -> str | None:
-    """The description, with the grammar of the text behind it if there is one."""
+    """The description, followed by the grammar of the text if there is one."""
     if tool.format is None or not tool.format.definition:
         return tool.description
     grammar = f"`{_INPUT}` must fit this grammar ({tool.format.syntax or 'lark'}):\n{tool.format.definition}"

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from checkpoint.text_part import OTHER_KINDS, TEXT_MODELS, WRAPPERS
 from mesh.domain.errors import ConfigurationError
@@ -88,7 +88,7 @@ def integer(raw: RawConfig, *keys: str, default: int | None = None, least: int =
 def number(raw: RawConfig, *keys: str, default: float, may_be_zero: bool = False) -> float:
     """The value of the first present key, a finite number above 0, or 0 if it may be."""
     value = first_of(raw, keys, default)
-    if not (_is_positive(value) or (may_be_zero and type(value) in (int, float) and value == 0)):
+    if not (is_positive(value) or (may_be_zero and type(value) in (int, float) and value == 0)):
         _refuse_type(_present(raw, keys), "a number from 0 on" if may_be_zero else "a number above 0", value)
     return float(value)
 
@@ -96,7 +96,7 @@ def number(raw: RawConfig, *keys: str, default: float, may_be_zero: bool = False
 def optional_number(raw: RawConfig, key: str) -> float | None:
     """A finite number above 0, as it is in the file, or None."""
     value = raw.get(key)
-    if value is not None and not _is_positive(value):
+    if value is not None and not is_positive(value):
         _refuse_type(key, "a number above 0", value)
     return value
 
@@ -104,7 +104,7 @@ def optional_number(raw: RawConfig, key: str) -> float | None:
 def numbers(raw: RawConfig, key: str, *, may_be_zero: bool = False) -> tuple[float, ...]:
     """A list of finite numbers above 0, or from 0 on, or an empty one."""
     value = first_of(raw, (key,), [])
-    if not isinstance(value, list) or not all(_is_positive(each) or (may_be_zero and each == 0) for each in value):
+    if not isinstance(value, list) or not all(is_positive(each) or (may_be_zero and each == 0) for each in value):
         _refuse_type(key, f"a list of numbers {'from 0 on' if may_be_zero else 'above 0'}", value)
     return tuple(value)
 
@@ -258,7 +258,8 @@ def _present(raw: RawConfig, keys: tuple[str, ...]) -> str:
     return next((key for key in keys if raw.get(key) is not None), keys[0])
 
 
-def _is_positive(value: object) -> bool:
+def is_positive(value: object) -> TypeGuard[float]:
+    """True for a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 

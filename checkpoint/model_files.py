@@ -16,6 +16,7 @@ from checkpoint.config_json import (
     MOST_POSITIONS,
     POSITION_KEYS,
     VOCAB_KEYS,
+    is_positive,
     kept_rope,
     read_bytes,
     read_config,
@@ -78,7 +79,7 @@ class RopeOverride:
             raise ConfigurationError(f"{_ROPE_FORM}, with a rope_type, got {self.scaling}")
         for key in ("factor", "rope_theta"):
             value = scaling.get(key, 1.0)
-            if not _is_number(value) or not 0 < value < math.inf:
+            if not is_positive(value):
                 raise ConfigurationError(f"rope_scaling: {key} must be a number > 0, got {value!r}")
 
     @property
@@ -118,10 +119,6 @@ class RopeOverride:
         if not isinstance(parsed, dict):
             raise ConfigurationError(f"{_ROPE_FORM}, got {self.scaling}")
         return parsed
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 NO_ROPE_OVERRIDE = RopeOverride()

@@ -217,41 +217,32 @@ class RunningMesh:
         return name in (str(self.pid), *filter(None, (*addresses, *ports)), *self.models)
 
 
-class Registration:
-    """The file of the mesh that this process runs."""
-
-    def __init__(self, mesh: RunningMesh) -> None:
-        self._mesh = mesh
-        self._path = _folder() / f"{_prefix()}{mesh.pid}.json"
-
-    def write(self) -> None:
-        """Write the file. Raises OSError."""
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(self._path, json.dumps(asdict(self._mesh)).encode())
-
-    def ready(self, address: str, http: str) -> None:
-        """Add the addresses, once the mesh serves. A full disk is no reason to stop it."""
-        self._mesh = replace(self._mesh, address=address, http=http)
-        with suppress(OSError):
-            self.write()
-
-    def remove(self) -> None:
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+def write_mesh(mesh: RunningMesh) -> None:
+    """Write the file of a mesh. Raises OSError."""
+    path = _path_of(mesh)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_whole(path, json.dumps(asdict(mesh)).encode())
 
 
 @contextmanager
-def registered(mesh: RunningMesh, on_failure: Callable[[str], object]) -> Iterator[Registration]:
-    """Register the mesh while the block runs. `on_failure` gets a message if its file cannot be written."""
-    registration = Registration(mesh)
+def registered(mesh: RunningMesh, on_failure: Callable[[str], object]) -> Iterator[Callable[[str, str], None]]:
+    """Keep the mesh's file while the block runs. Yields a function that adds the addresses once the mesh serves.
+    `on_failure` gets a message if the file cannot be written.
+    """
+
+    def add_addresses(address: str, http: str) -> None:
+        with suppress(OSError):  # a full disk is no reason to stop the mesh
+            write_mesh(replace(mesh, address=address, http=http))
+
     try:
-        registration.write()
+        write_mesh(mesh)
     except OSError as error:
         on_failure(f"`tandem ps` will not list this mesh: {error}")
     try:
-        yield registration
+        yield add_addresses
     finally:
-        registration.remove()
+        with suppress(OSError):
+            _path_of(mesh).unlink(missing_ok=True)
 
 
 def running_meshes() -> list[RunningMesh]:
@@ -298,6 +289,10 @@ def _folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # also without a home
     return Path(runtime or cache, "tandem", "meshes")
+
+
+def _path_of(mesh: RunningMesh) -> Path:
+    return _folder() / f"{_prefix()}{mesh.pid}.json"
 
 
 def _prefix() -> str:

@@ -139,11 +139,11 @@ def _serve(
             with (
                 _fork_server(deployment, display, programs, environ) as fork_server,
                 _log_folder(deployment.settings, display) as log_dir,
-                registered(RunningMesh.of_process(os.getpid(), names, log_dir), display.line) as registration,
+                registered(RunningMesh.of_process(os.getpid(), names, log_dir), display.line) as add_addresses,
             ):
 
                 def on_ready(address: str, http_url: str) -> None:
-                    registration.ready(address, http_url)
+                    add_addresses(address, http_url)
                     _announce_ready(address, http_url)
 
                 local = LocalLauncher(programs, environ, log_dir, fork_server)

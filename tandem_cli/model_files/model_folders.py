@@ -12,13 +12,11 @@ BUNDLED_MODELS = Path(__file__).resolve().parents[2] / "demo_model"
 BUNDLED = BUNDLED_MODELS / "tandem-small"
 
 
-def find_model(
-    source: ModelSource, on_progress: Progress = lambda fraction: None, bundled: Path = BUNDLED_MODELS
-) -> Path:
+def find_model(source: ModelSource, on_progress: Progress = lambda fraction: None) -> Path:
     """The folder of a model: bundled, local or downloaded. Raises ConfigurationError if the model cannot be found."""
-    names = sorted(config.parent.name for config in bundled.glob("*/config.json"))
+    names = sorted(config.parent.name for config in BUNDLED_MODELS.glob("*/config.json"))
     if source.name in names:
-        return bundled / source.name
+        return BUNDLED_MODELS / source.name
     try:
         return source.locate(on_progress)
     except ConfigurationError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_cli.local_meshes import Registration, RunningMesh, registered, running_meshes
+from tandem_cli.local_meshes import RunningMesh, registered, running_meshes, write_mesh
 from tandem_cli.main import main
 
 
@@ -34,7 +34,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def register(pid: int, tmp_path: Path, *, model: str = "small", address: str = "127.0.0.1:50051") -> RunningMesh:
     mesh = replace(RunningMesh.of_process(pid, (model,), tmp_path / "logs"), address=address)
-    Registration(mesh).write()
+    write_mesh(mesh)
     return mesh
 
 
@@ -43,10 +43,10 @@ def files(tmp_path: Path) -> list[Path]:
 
 
 def test_a_mesh_is_listed_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with registered(RunningMesh.of_process(os.getpid(), ("small", "large"), tmp_path), pytest.fail) as registration:
+    with registered(RunningMesh.of_process(os.getpid(), ("small", "large"), tmp_path), pytest.fail) as add_addresses:
         assert main(["ps"]) == 0
         assert f"{os.getpid()} small large starting" in " ".join(capsys.readouterr().out.split())
-        registration.ready("127.0.0.1:50051", "http://127.0.0.1:8080")
+        add_addresses("127.0.0.1:50051", "http://127.0.0.1:8080")
         assert main(["ps"]) == 0
         assert "127.0.0.1:50051 http://127.0.0.1:8080 " in " ".join(capsys.readouterr().out.split())
     assert files(tmp_path) == []
@@ -61,7 +61,7 @@ def test_only_this_user_can_read_the_files(tmp_path: Path) -> None:
 
 def test_stale_files_are_removed(tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> None:
     ended, reused = (register(process.pid, tmp_path) for process in processes)
-    Registration(replace(reused, process_start="0")).write()
+    write_mesh(replace(reused, process_start="0"))
     processes[0].kill()
     processes[0].wait()
     files(tmp_path)[0].with_name(f"{os.uname().nodename}-1.json").write_text("{")

@@ -133,17 +133,18 @@ def test_wrong_overrides(override: str) -> None:
         split_by_role({}, [override])
 
 
-def test_models_are_found(tmp_path: Path) -> None:
+def test_models_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("bundled/small", "mine"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "config.json").write_text("{}")
     bundled = tmp_path / "bundled"
-    assert find_model(ModelSource("small"), bundled=bundled) == bundled / "small"
-    assert find_model(ModelSource(str(tmp_path / "mine")), bundled=bundled) == tmp_path / "mine"
+    monkeypatch.setattr("tandem_cli.model_files.model_folders.BUNDLED_MODELS", bundled)
+    assert find_model(ModelSource("small")) == bundled / "small"
+    assert find_model(ModelSource(str(tmp_path / "mine"))) == tmp_path / "mine"
     with pytest.raises(ConfigurationError, match=r"holds no model.*bundled are: small"):
-        find_model(ModelSource(str(tmp_path)), bundled=bundled)
+        find_model(ModelSource(str(tmp_path)))
     with pytest.raises(ConfigurationError, match="no model folder"):
-        find_model(ModelSource("other"), bundled=bundled)
+        find_model(ModelSource("other"))
 
 
 def test_colocated_starts_no_prefill_workers() -> None:

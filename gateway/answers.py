@@ -12,9 +12,9 @@ import asyncio
 import codecs
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from starlette.responses import Response, StreamingResponse
@@ -219,7 +219,7 @@ async def stream_answer(
         await feed.close()
         raise
     body = _body(exchange, feed, renderer, framing, silence_s)
-    return _FeedResponse(feed, body, framing.media_type, {**_HEADERS, **(headers or {})})
+    return ClosingResponse(body, feed.close, media_type=framing.media_type, headers={**_HEADERS, **(headers or {})})
 
 
 async def _body(
@@ -266,15 +266,15 @@ def _failure(exchange: Exchange, error: Exception, renderer: Renderer, framing: 
     return b"".join(map(framing.frame, renderer.error(problem))) + framing.last
 
 
-class _FeedResponse(StreamingResponse):
-    """Closes the feed when the response ends, even by an error or cancellation."""
+class ClosingResponse(StreamingResponse):
+    """Awaits `close` when the response ends, even by an error or cancellation. `options` are StreamingResponse's."""
 
-    def __init__(self, feed: Feed, body: AsyncIterator[bytes], media_type: str, headers: Mapping[str, str]) -> None:
-        super().__init__(body, media_type=media_type, headers=headers)
-        self._feed = feed
+    def __init__(self, body: AsyncIterator[bytes], close: Callable[[], Awaitable[None]], **options: Any) -> None:
+        super().__init__(body, **options)
+        self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._feed.close()
+            await self._close()

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import httpx2
 import structlog
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
 
 import tandem
+from gateway.answers import ClosingResponse
 from gateway.exchange import Exchange
 from gateway.handler.server import STREAM_MARK
 from gateway.settings import GatewaySettings
@@ -118,7 +118,9 @@ class HandlerProcess:
         async with self._deadline():
             answer = await self._transport.handle_async_request(request)
             if STREAM_MARK in answer.headers:
-                response: Response = _ForwardedResponse(answer, self._chunks(answer))
+                response: Response = ClosingResponse(
+                    self._chunks(answer), answer.aclose, status_code=answer.status_code
+                )
             else:
                 content = b"".join([chunk async for chunk in answer.aiter_raw()])
                 response = Response(content, answer.status_code)
@@ -244,20 +246,6 @@ async def format_response(handler: HandlerProcess, response: Response) -> Respon
     if not isinstance(response, JSONResponse) or response.status_code != 200:
         return response
     return JSONResponse(await handler.format("output_formatter", json.loads(bytes(response.body))))
-
-
-class _ForwardedResponse(StreamingResponse):
-    """Closes the handler's answer when the response ends, even by an error or cancellation."""
-
-    def __init__(self, answer: httpx2.Response, chunks: AsyncIterator[bytes]) -> None:
-        super().__init__(chunks, answer.status_code)
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._answer.aclose()
 
 
 def _forwarded_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -336,7 +336,7 @@ def _device(args: argparse.Namespace, precision: Precision) -> Device:
     if not _has_gpus(args):
         from tandem_cli.capacity.measurement import probe
 
-        return probe(_num_threads(args)).device()
+        return probe(_num_threads(args))
     return find_device(args.device)
 
 

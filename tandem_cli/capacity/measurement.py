@@ -203,28 +203,10 @@ class EngineSteps:
         return total
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """Rates measured with `num_threads` threads: of memory, and of arithmetic by type of the weights."""
-
-    num_threads: int
-    bytes_per_s: float
-    flops_per_s: dict[str, float]
-
-    def device(self) -> Device:
-        """This machine as a device to plan for. Its memory is the memory that is free now."""
-        threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
-        return Device(
-            f"this machine, {threads}",
-            psutil.virtual_memory().available,
-            self.bytes_per_s,
-            self.flops_per_s,
-            "measured now",
-        )
-
-
-def probe(num_threads: int) -> Probed:
-    """Measure this machine with `num_threads` threads. Takes a few seconds."""
+def probe(num_threads: int) -> Device:
+    """Measure this machine with `num_threads` threads, as a device to plan for. Takes a few seconds. Its memory is the
+    memory that is free now.
+    """
     bytes_per_s = read_bytes_per_s(num_threads)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_without_weights(Path(folder), _WIDE)
@@ -236,7 +218,8 @@ def probe(num_threads: int) -> Probed:
             "bfloat16": engine_flops_per_s(model_dir, "bfloat16", num_threads) if knows_bf16() else float32,
             "float16": float32,
         }
-    return Probed(num_threads, bytes_per_s, rates)
+    name = f"this machine, {num_threads} thread{'' if num_threads == 1 else 's'}"
+    return Device(name, psutil.virtual_memory().available, bytes_per_s, rates, "measured now")
 
 
 def read_bytes_per_s(num_threads: int) -> float:

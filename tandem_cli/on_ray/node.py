@@ -38,8 +38,6 @@ class News:
     """The announcements and log lines of a worker, in order: kinds of events, and their fields."""
 
     pid: int
-    address: str
-    """The node's."""
     events: tuple[tuple[str, Mapping[str, Any]], ...]
 
 
@@ -106,7 +104,7 @@ class WorkerActor:
         events, self._events = tuple(self._events), []
         self._has_news.clear()
         self._is_read.set()
-        return News(0 if self._child is None else self._child.pid, ray.util.get_node_ip_address(), events)
+        return News(0 if self._child is None else self._child.pid, events)
 
     async def _end(self) -> None:
         """End this actor, once the driver has learnt of the worker's end."""

@@ -27,14 +27,8 @@ _MAX_STRETCHED_S = 0.05
 _MAX_STEPS = 1024  # far below the tokens that the router buffers for a client
 
 Command = Callable[[Scheduler], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StepsDone:
-    """One or more equal steps: the new tokens of each sequence, and sequences that lost their blocks."""
-
-    outputs: list[SequenceOutput]
-    preempted: list[SequenceState]
+OnStep = Callable[[list[SequenceOutput], list[SequenceState]], None]
+"""Gets the new tokens of one or more equal steps, by sequence, and the sequences that lost their blocks."""
 
 
 @dataclass(slots=True)
@@ -71,7 +65,7 @@ class ModelledEngine:
         self,
         profile: WorkerProfile,
         token: SampledToken,
-        on_step: Callable[[StepsDone], None],
+        on_step: OnStep,
         *,
         max_step_stretch: float = 0.0,
         prompt_stretch: float | None = None,
@@ -214,7 +208,7 @@ class ModelledEngine:
         tokens = (self._token,) * steps.count
         sampled, unsampled = RunnerOutput(tokens), RunnerOutput()
         outputs = self.scheduler.update(batch, [sampled if item.needs_sampling else unsampled for item in batch.items])
-        self._on_step(StepsDone(outputs, self.scheduler.take_preempted()))
+        self._on_step(outputs, self.scheduler.take_preempted())
         self._run_commands()
         if self._steps is None:
             self._begin()

@@ -24,7 +24,7 @@ from mesh.domain.tokens import SampledToken, SequenceKey, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole
 from router.served_model import ServedModel
 from router.workers.decode_link import SequenceListener
-from tandem_cli.simulation.engine import ModelledEngine, StepsDone
+from tandem_cli.simulation.engine import ModelledEngine
 from tandem_cli.simulation.profile import MeshProfile, WorkerProfile
 
 _NUM_HOPS = 5
@@ -109,7 +109,7 @@ class ModelledWorker:
         self.engine.stop()
         self._neighbours.leave(self.info.role, self.engine)
 
-    def _on_step(self, done: StepsDone) -> None:
+    def _on_step(self, outputs: list[SequenceOutput], preempted: list[SequenceState]) -> None:
         raise NotImplementedError
 
 
@@ -166,8 +166,8 @@ class ModelledPrefill(ModelledWorker):
         last_chunk = min(sequence.num_prompt_tokens, self._profile.prefill.max_batch_tokens)
         return self._profile.transfer_s + self._profile.transfer_token_s * last_chunk
 
-    def _on_step(self, done: StepsDone) -> None:
-        for output in done.outputs:
+    def _on_step(self, outputs: list[SequenceOutput], preempted: list[SequenceState]) -> None:
+        for output in outputs:
             first_token = self._prompts.get(output.key)
             if first_token is not None and not first_token.done():
                 first_token.set_result(output)
@@ -247,15 +247,15 @@ class ModelledDecode(ModelledWorker):
         if sequence is not None:
             self.engine.post(lambda scheduler: scheduler.remove(sequence))
 
-    def _on_step(self, done: StepsDone) -> None:
-        for output in done.outputs:
+    def _on_step(self, outputs: list[SequenceOutput], preempted: list[SequenceState]) -> None:
+        for output in outputs:
             if output.finish_reason is not None:
                 self._sequences.pop(output.key, None)
-        for sequence in done.preempted:
+        for sequence in preempted:
             self._sequences.pop(sequence.key, None)
             self._fail(sequence.key, SequencePreempted("its blocks went to older sequences"))
-        if done.outputs:
-            self._loop.call_later(self._hop_s, self._deliver, done.outputs)
+        if outputs:
+            self._loop.call_later(self._hop_s, self._deliver, outputs)
 
     def _deliver(self, outputs: Sequence[SequenceOutput]) -> None:
         for output in outputs:

@@ -57,7 +57,7 @@ def test_steps_are_captured_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch
 def test_a_probe_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "_ARRAY_BYTES", 2**20)
     monkeypatch.setattr(measurement, "_REPEATS", 1)
-    device = measurement.probe(1).device()
+    device = measurement.probe(1)
     assert device.name == "this machine, 1 thread"
     of_bf16 = Precision("bfloat16", "bfloat16", "float16")  # a checkpoint in bf16 on a CPU with bf16 instructions
     of_fp16 = Precision("float16", "float16")

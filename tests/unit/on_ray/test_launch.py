@@ -25,7 +25,7 @@ READY = ("ready", {})
 
 
 def news(*events: tuple[str, dict[str, Any]]) -> News:
-    return News(77, "10.0.0.7", events)
+    return News(77, events)
 
 
 class FakeActor:

@@ -8,8 +8,8 @@ import pytest
 
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec
-from mesh.domain.tokens import SampledToken
-from tandem_cli.simulation.engine import ModelledEngine, StepsDone
+from mesh.domain.tokens import SampledToken, SequenceOutput
+from tandem_cli.simulation.engine import ModelledEngine
 from tandem_cli.simulation.profile import WorkerProfile
 from tandem_cli.simulation.virtual_time import run_in_virtual_time
 from tests.unit.simulation.profiles import TIMES, worker
@@ -29,9 +29,9 @@ class Watched:
         self.steps: list[tuple[float, dict[str, int]]] = []
         self.engine = ModelledEngine(profile, SampledToken(5, -1.0), self._note)
 
-    def _note(self, done: StepsDone) -> None:
+    def _note(self, outputs: list[SequenceOutput], preempted: list[SequenceState]) -> None:
         now_s = round(asyncio.get_running_loop().time(), 6)
-        self.steps.append((now_s, {output.request_id: len(output.tokens) for output in done.outputs}))
+        self.steps.append((now_s, {output.request_id: len(output.tokens) for output in outputs}))
 
     def add(self, sequence: SequenceState) -> None:
         self.engine.post(lambda scheduler: scheduler.add(sequence))
@@ -178,13 +178,13 @@ def test_a_stopped_engine_computes_nothing_more(stop_s: float) -> None:
 
 
 def test_blocks_bound_the_steps_at_once_and_youngest_sequences_are_preempted() -> None:
-    preempted: list[str] = []
+    names: list[str] = []
     tight = replace(NO_CONTEXT, num_blocks=10)
 
     class Preempting(Watched):
-        def _note(self, done: StepsDone) -> None:
-            preempted.extend(sequence.spec.request_id for sequence in done.preempted)
-            super()._note(done)
+        def _note(self, outputs: list[SequenceOutput], preempted: list[SequenceState]) -> None:
+            names.extend(sequence.spec.request_id for sequence in preempted)
+            super()._note(outputs, preempted)
 
     async def main() -> None:
         watched = Preempting(tight)
@@ -195,4 +195,4 @@ def test_blocks_bound_the_steps_at_once_and_youngest_sequences_are_preempted() -
         watched.engine.scheduler.check_integrity()
 
     run_in_virtual_time(main())
-    assert preempted == ["b"]
+    assert names == ["b"]

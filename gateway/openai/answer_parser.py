@@ -34,9 +34,7 @@ class AnswerFormat:
 
     def parser(self, *, in_reasoning: bool = False) -> "AnswerParser":
         """Return a parser for one choice. `in_reasoning`: the prompt ends inside a reasoning block."""
-        use, num_id_chars, is_parallel = self.tool_use, HarmonyFormat.num_id_chars, True
-        if use is not None:
-            num_id_chars, is_parallel = use.num_id_chars, use.is_parallel
+        use = self.tool_use
         reasoning: ReasoningParser | None = None
         if self.is_harmony:
             names = [function.name for function in use.functions] if use is not None else []
@@ -46,7 +44,9 @@ class AnswerFormat:
             if self.reasoning_parser != "none":
                 style = REASONING_FORMATS[self.reasoning_parser]
                 reasoning = ReasoningParser(style, begins_within=in_reasoning or style.begins_within)
-        return AnswerParser(calls, reasoning, num_id_chars=num_id_chars, is_parallel=is_parallel)
+        if use is None:
+            return AnswerParser(calls, reasoning)
+        return AnswerParser(calls, reasoning, num_id_chars=use.num_id_chars, is_parallel=use.is_parallel)
 
 
 async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, AnswerFormat]:
@@ -73,7 +73,7 @@ def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Answer
 
 
 def _call_format(exchange: Exchange, model: str) -> str:
-    """Return a key of CALL_FORMATS: the configured one, or the chat template's, or "" if unknown."""
+    """Return a key of CALL_FORMATS: the configured one, else that of the chat template; "" if unknown."""
     if exchange.settings.tool_call_parser != "auto":
         return exchange.settings.tool_call_parser
     served = exchange.model(model)
@@ -81,8 +81,8 @@ def _call_format(exchange: Exchange, model: str) -> str:
 
 
 def _reasoning_parser(exchange: Exchange, body: ChatBody, tool_use: ToolUse | None) -> str:
-    """Return the parser to use: none for structured output, which has no reasoning before it, else the configured one.
-    By default, if the template has reasoning, that of the model's format of calls, or `qwen3`.
+    """Return a key of REASONING_FORMATS, or "none". Structured output has no reasoning before it. Without a configured
+    parser, a template with reasoning gets that of the model's call format, or `qwen3`.
     """
     if not body.separate_reasoning or structure_arguments(body) or (tool_use is not None and tool_use.is_forced):
         return "none"

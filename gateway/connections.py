@@ -48,8 +48,8 @@ _MAX_INTERVAL_S = 1.0
 # Every answer begins with these bytes. Several are needed if proxies in between pass FIN and bytes on one by one.
 _ANSWER_START = b"HTTP/1.1 "
 _FIRST_PROBE_S, _MAX_PROBE_S = 0.01, 1.0
-# While the server does not wait for a client, it may leave bytes in the kernel unread for `slow_reader_s` times this. A
-# client that has vanished acknowledges nothing either.
+# While the server does not wait for it, a client may leave bytes in the kernel unread for `slow_reader_s` times this.
+# One that has vanished acknowledges nothing either.
 _PATIENCE = 2
 # The kernel itself drops the unread bytes of a closed connection after about this long.
 _KERNEL_S = 300.0
@@ -291,7 +291,7 @@ class Connection(H11Protocol):
 
     @property
     def awaits_headers(self) -> bool:
-        """True while a request's headers are incomplete, before its first byte too."""
+        """True while a request, or the rest of one that was refused, is due; on a new connection, too."""
         return self._awaited_s is not None and not self._is_answering
 
     @property

@@ -25,7 +25,7 @@ _MAX_HEAD_CHARS = 512
 
 @dataclass(frozen=True, slots=True)
 class HarmonyFormat:
-    """The members that formats of calls have."""
+    """gpt-oss's format, with the members that all formats of calls have."""
 
     has_control_marks: ClassVar[bool] = True
     arguments_key: ClassVar[str] = "arguments"

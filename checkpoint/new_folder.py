@@ -80,7 +80,7 @@ def _begin(out: Path, stack: ExitStack) -> Path:
 
 
 def _remove_abandoned(partial: Path, out: Path) -> None:
-    """Raises ConfigurationError if its process still writes."""
+    """Remove the folder of a process that was killed. Raises ConfigurationError if its process still writes."""
     try:
         with _locked(partial):
             shutil.rmtree(partial, ignore_errors=True)

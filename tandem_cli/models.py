@@ -94,7 +94,7 @@ def _percent(share: float) -> str:
 
 
 def _share(text: str) -> tuple[str, float]:
-    """Raises ConfigurationError."""
+    """Parse MODEL=SHARE. Raises ConfigurationError."""
     model, _, share = text.rpartition("=")
     try:
         return model, float(share)

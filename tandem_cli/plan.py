@@ -263,7 +263,7 @@ def _is_here(args: argparse.Namespace) -> bool:
 
 
 def _worker_settings(args: argparse.Namespace, model_dir: Path) -> "RunnerSettings":
-    """Those of a worker on this machine's CPU."""
+    """The settings of a worker on this machine's CPU."""
     from engine.runner_settings import RunnerSettings
 
     load_format, kv_dtype = load_format_of(model_dir), args.kv_dtype or "auto"

@@ -95,7 +95,7 @@ def check_requests(
 
 
 def _parse(line: bytes, keeps_priority: bool) -> BatchRequest:
-    """Raises ValueError."""
+    """Parse a line of the input. Raises ValueError."""
     try:
         members = parse_json(line)
     except ValueError as error:

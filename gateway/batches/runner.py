@@ -53,7 +53,7 @@ class Batches:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """At the end, batches stop where they are."""
+        """Let batches run while the block does; at its end they stop where they are."""
         try:
             yield
         finally:

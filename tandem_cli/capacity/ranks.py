@@ -41,7 +41,7 @@ class RankMemory:
     adapter_bytes: float
 
     def to_json(self) -> dict[str, Any]:
-        """With layers and KV heads as [first, end)."""
+        """All members for JSON. Layers and KV heads are [first, end)."""
         spans = {name: [span.first, span.end] for name, span in (("layers", self.layers), ("heads", self.heads))}
         return asdict(self) | spans
 

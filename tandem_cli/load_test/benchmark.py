@@ -171,7 +171,7 @@ class Preset:
 
 
 def degree_arms(degrees: Sequence[int]) -> tuple[Arm, ...]:
-    """For each degree one worker of as many ranks, and as many workers of one rank, on the same cores."""
+    """Two meshes per degree, on the same cores: one worker with that many ranks, and that many workers with one rank."""
     return tuple(
         arm
         for degree in degrees

@@ -188,7 +188,7 @@ class Median:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Median":
-        """From at least one value."""
+        """The median and the range of at least one value."""
         return cls(statistics.median(values), min(values), max(values))
 
 

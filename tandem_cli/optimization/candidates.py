@@ -54,14 +54,14 @@ class Layout:
         return self.num_workers * self.tensor_parallel
 
     def settings(self) -> dict[str, str]:
-        """As settings of `tandem up`, by name."""
+        """The settings of `tandem up` for these workers, by name."""
         workers = {"prefill": str(self.prefill)} if self.prefill else {"colocated": "true"}
         ranks = {"tensor_parallel": str(self.tensor_parallel)} if self.tensor_parallel > 1 else {}
         return {**workers, "decode": str(self.decode), **ranks}
 
     @classmethod
     def parse(cls, entry: object) -> "Layout":
-        """From a table of a recipe. Raises ConfigurationError."""
+        """Read a table of a recipe. Raises ConfigurationError."""
         if not isinstance(entry, dict) or not entry.keys() <= set(_LAYOUT_KEYS) or "decode" not in entry:
             raise ConfigurationError(f"workers need decode, and may have prefill and tensor_parallel; got {entry!r}")
         counts: dict[str, Any] = {"prefill": 0, **entry}
@@ -102,7 +102,7 @@ class Candidate:
         return Candidate(self.precision, "none", self.layout)
 
     def settings(self, draft_model: str) -> dict[str, str]:
-        """As settings of `tandem up`, by name, without the model."""
+        """The settings of `tandem up` for this candidate, by name, without the model."""
         arithmetic = {"quantize": self.precision} if self.precision in COMPUTED else {}
         if self.precision in _DTYPES:
             arithmetic = {"dtype": self.precision}
@@ -217,7 +217,7 @@ def _precision(name: str, base: Precision) -> Precision:
 
 
 def require_some(candidates: Sequence[Candidate], pruned: Mapping[Candidate, str]) -> list[Candidate]:
-    """Those that are left, first the base, which all others are compared with. Raises ConfigurationError without it."""
+    """The candidates that are left, first the base, which all are compared with. Raises ConfigurationError without it."""
     remaining = [candidate for candidate in candidates if candidate not in pruned]
     bases = [candidate for candidate in remaining if (candidate.precision, candidate.speculation) == (BASE, "none")]
     if not bases:

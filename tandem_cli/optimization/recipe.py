@@ -60,7 +60,7 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
 
 
 def parse_recipe(path: Path) -> Recipe:
-    """Raises ConfigurationError that names the file and the key."""
+    """Read a recipe in TOML. Raises ConfigurationError that names the file and the key."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -155,7 +155,7 @@ def _stored(path: Path, name: str, entry: object, data_start: int) -> StoredTens
 
 
 def _parse_entry(path: Path, entry: object, data_start: int) -> StoredTensor:
-    """Raises ConfigurationError with what is wrong."""
+    """Read an entry of the header. Raises ConfigurationError that says what is wrong with it."""
     if not isinstance(entry, dict):
         raise ConfigurationError(f"it must be an object, got {entry!r:.100}")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))

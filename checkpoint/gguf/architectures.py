@@ -213,7 +213,7 @@ def _falcon(metadata: Metadata, config: Config) -> dict[str, Any]:
 
 
 def _rotated_share(config: Config) -> dict[str, Any]:
-    """For families whose default is not the whole head."""
+    """The rotated share, for families where transformers' default is not the whole head."""
     return {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
 
 

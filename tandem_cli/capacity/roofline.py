@@ -248,7 +248,7 @@ class Capacity:
         return self.sequence_bytes(input_tokens) / link_bytes_per_s
 
     def _prompt_linear_flops(self, input_tokens: int) -> float:
-        """Those of all layers for all tokens, as is usual. The compiled decoder leaves some out (result_rows.py)."""
+        """FLOPs of all layers for all tokens, as is usual. The compiled decoder leaves some out (result_rows.py)."""
         return 2 * (self.model.active_linear_params * input_tokens + self.model.vocabulary_params)
 
     def _prompt_attention_flops(self, input_tokens: int) -> float:

@@ -200,7 +200,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def p50_and_p99_ms(values_s: Sequence[float], digits: int = 1) -> str:
-    """Both in milliseconds, for a table."""
+    """Both percentiles in milliseconds, for a table."""
     return " / ".join(f"{1000 * percentile(values_s, percent):.{digits}f}" for percent in (50, 99))
 
 

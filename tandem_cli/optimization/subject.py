@@ -101,7 +101,7 @@ class Subject:
         return Demand(concurrency, min(longest, self.config.max_model_len))
 
     def precisions(self, recipe: Recipe) -> tuple[str, ...]:
-        """Those of the recipe, or those that may pay here. Raises ConfigurationError for one that the device lacks."""
+        """The recipe's precisions, or those that may pay here. Raises ConfigurationError for one that the device lacks."""
         for name in recipe.precisions:
             if (reason := why_not_here(name, self.machine)) is not None:
                 raise ConfigurationError(f"precision {name}: {reason}")
@@ -112,8 +112,8 @@ class Subject:
     def candidates(
         self, recipe: Recipe, demand: Demand, require_makeable: Callable[[str], None]
     ) -> tuple[list[Candidate], dict[Candidate, str]]:
-        """Those to try, first the base; and the others, with the reasons. `require_makeable` raises ConfigurationError
-        if no checkpoint can be made in a scheme. Raises ConfigurationError.
+        """The candidates to try, first the base, and the others with the reasons. `require_makeable` raises
+        ConfigurationError if no checkpoint can be made in a scheme. Raises ConfigurationError.
         """
         layouts = recipe.workers or usual_layouts(self.machine.num_cores, num_numa_nodes())
         every = combine(self.precisions(recipe), recipe.speculations, layouts)

@@ -171,7 +171,7 @@ class Preset:
 
 
 def degree_arms(degrees: Sequence[int]) -> tuple[Arm, ...]:
-    """Two meshes per degree, on the same cores: one worker with that many ranks, and that many workers with one rank."""
+    """Two meshes per degree, on the same cores: one worker of that many ranks, and that many workers of one rank."""
     return tuple(
         arm
         for degree in degrees

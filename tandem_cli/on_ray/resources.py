@@ -86,7 +86,7 @@ def divide(needs: Sequence[WorkerNeed], nodes: Sequence[Node], max_cores: int | 
 
 
 def _resources(need: WorkerNeed, nodes: Sequence[Node], cores: int, max_cores: int | None) -> WorkerResources:
-    """A request with `cores` for each rank. KV gets what the worker's share of the node with the least memory leaves."""
+    """A request with `cores` per rank. KV gets what the worker's share of the node with the least memory leaves."""
     per_rank = max(1, min(cores, (max_cores or cores * need.num_ranks) // need.num_ranks))
     cpus = need.num_ranks * per_rank
     fitting = [node for node in nodes if node.cpus >= cpus and node.gpus >= need.num_gpus]

@@ -217,7 +217,7 @@ def _precision(name: str, base: Precision) -> Precision:
 
 
 def require_some(candidates: Sequence[Candidate], pruned: Mapping[Candidate, str]) -> list[Candidate]:
-    """The candidates that are left, first the base, which all are compared with. Raises ConfigurationError without it."""
+    """The remaining candidates, first the base, with which all are compared. Raises ConfigurationError without it."""
     remaining = [candidate for candidate in candidates if candidate not in pruned]
     bases = [candidate for candidate in remaining if (candidate.precision, candidate.speculation) == (BASE, "none")]
     if not bases:

@@ -101,7 +101,7 @@ class Subject:
         return Demand(concurrency, min(longest, self.config.max_model_len))
 
     def precisions(self, recipe: Recipe) -> tuple[str, ...]:
-        """The recipe's precisions, or those that may pay here. Raises ConfigurationError for one that the device lacks."""
+        """The recipe's precisions, or those that may pay here. Raises ConfigurationError if the device lacks one."""
         for name in recipe.precisions:
             if (reason := why_not_here(name, self.machine)) is not None:
                 raise ConfigurationError(f"precision {name}: {reason}")

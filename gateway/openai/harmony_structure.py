@@ -4,14 +4,13 @@ import json
 import re
 from collections.abc import Iterator
 
-from gateway.openai.tool_choice import ToolUse, in_lark, place_schema
+from gateway.openai.tool_choice import ToolUse, arguments_schema, in_lark, place_schema
 from mesh.domain.json_text import parse_json
 from tandem import GenerateArguments, InvalidRequest
 
 _STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
 _FINAL = '<|channel|> "final" <|message|>'
 _THOUGHT = r'<|channel|> "analysis" <|message|> /(.|\n)+/ <|end|> <|start|> "assistant"'
-_COMPACT = {"x-guidance": {"whitespace_pattern": " ?"}}
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
@@ -47,15 +46,12 @@ def _answer(arguments: GenerateArguments) -> str | None:
         schema = parse_json(schema) if isinstance(schema, str) else schema
     except ValueError:
         raise InvalidRequest("the JSON schema is not valid JSON") from None
-    return in_lark(place_schema({**schema, **_COMPACT}, "", "#", is_open=True) if isinstance(schema, dict) else schema)
+    return in_lark(place_schema(schema, "", "#", is_open=True))
 
 
 def _calls(use: ToolUse) -> Iterator[str]:
     """One call of any of the functions: after it the model waits for the result."""
     for function in use.functions:
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        base = str(parameters.get("$id", "")).rstrip("#")
-        schema = place_schema({key: parameters[key] for key in parameters if key != "$id"}, base, "#")
-        arguments = in_lark({**schema, **_COMPACT} if isinstance(schema, dict) else schema)
+        arguments = in_lark(arguments_schema(function, "#"))
         head = json.dumps(f"commentary to=functions.{function.name} ")
         yield f'<|channel|> {head} <|constrain|> "json" <|message|> {arguments}'

@@ -108,8 +108,8 @@ class ToolUse:
             return None
         first, between, last = (f"{json.dumps(mark)} " if mark else "" for mark in self.style.around)
         more = f"({between}call){{0,{_MAX_FORCED_CALLS - 1}}} " if self.is_parallel else ""
-        call = in_lark({**_calls_schema(self, is_list=False), **_COMPACT})
-        answer = in_lark(place_schema({**schema, **_COMPACT}, "", "#", is_open=True))
+        call = in_lark(_calls_schema(self, is_list=False))
+        answer = in_lark(place_schema(schema, "", "#", is_open=True))
         return f"start: answer | {first}call {more}{last}\nanswer: {answer}\ncall: {call}\n"
 
 
@@ -138,8 +138,9 @@ def parse_tool_use(body: ChatBody, style: CallFormat | None) -> ToolUse | None:
 
 
 def in_lark(schema: object) -> str:
-    """The schema as a grammar embeds it. A `%json` in it would look like another schema."""
-    return "%json " + json.dumps(schema, separators=(",", ":")).replace("%", r"\u0025")
+    """The schema as a grammar embeds it, for compact JSON. A `%json` in it would look like another schema."""
+    compact = {**schema, **_COMPACT} if isinstance(schema, dict) else schema
+    return "%json " + json.dumps(compact, separators=(",", ":")).replace("%", r"\u0025")
 
 
 def _calls_schema(use: ToolUse, *, is_list: bool) -> Json:
@@ -149,12 +150,7 @@ def _calls_schema(use: ToolUse, *, is_list: bool) -> Json:
     calls: list[Json] = []
     for number, function in enumerate(use.functions):
         home = f"#/$defs/{number}"
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        base = str(parameters.get("$id", "")).rstrip("#")
-        # With an `$id`, references in it would be to it and not to the whole.
-        definitions[str(number)] = place_schema(
-            {key: parameters[key] for key in parameters if key != "$id"}, base, home
-        )
+        definitions[str(number)] = arguments_schema(function, home)
         calls.append(
             {
                 "type": "object",
@@ -167,6 +163,13 @@ def _calls_schema(use: ToolUse, *, is_list: bool) -> Json:
     if is_list:
         call = {"type": "array", "items": call, "minItems": 1, "maxItems": _MAX_FORCED_CALLS}
     return {**call, "$defs": definitions}
+
+
+def arguments_schema(function: Function, home: str) -> object:
+    """The schema of a function's arguments, moved to `home`: without `$id`, to which its references would lead."""
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    base = str(parameters.get("$id", "")).rstrip("#")
+    return place_schema({key: part for key, part in parameters.items() if key != "$id"}, base, home)
 
 
 def place_schema(schema: object, base: str, home: str, *, is_open: bool = False) -> object:

@@ -53,7 +53,7 @@ def test_requests_that_no_worker_can_hold_fail_with_the_reason(
     assert (found["figures"]["num_ok"], found["figures"]["num_errors"]) == (1, 2)
     assert [*found["errors"].values()] == [1, 1]
     assert main(["simulate", measured, str(file)]) == 0
-    assert f"1 x InvalidRequest: the prompt has {10**13} tokens" in capsys.readouterr().out
+    assert f"1 x TooLarge: the prompt has {10**13} tokens" in capsys.readouterr().out
 
 
 def test_a_sweep_names_the_best_split(capsys: pytest.CaptureFixture[str], measured: str) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of this machine's memory: what each worker has reserved of it.
+"""The ledger of this machine's memory: what each worker has of it, or is going to take.
 
 MemoryLedger is a folder with one file per worker. A worker holds a lock on its file as long as it lives. The system
 releases the lock however the worker dies, which marks the entry as stale. All other operations run under one lock on
@@ -27,9 +27,9 @@ _SUFFIX = ".json"
 class Entry:
     """The memory of one worker on a device. `kv_bytes` is 0 until its weights are loaded.
 
-    `anonymous_bytes_before` is the anonymous memory of the process when the entry was made, updated when KV is
-    reserved. `usable_bytes` is `Budget.usable_bytes` at the time of the reservation. `mapped_bytes` are the weights
-    that stay in files, by the identity of these: workers that map the same files share the memory.
+    `anonymous_bytes_before` is the anonymous memory of the process when the entry was made, updated when its
+    share of memory for KV is known. `usable_bytes` is `Budget.usable_bytes` at that time. `mapped_bytes` are the
+    weights that stay in files, by the identity of the files: workers that map the same files share the memory.
 
     A worker of several ranks has its other ranks in `rank_pids`, and its KV, except for a draft model's, in shared
     memory, the file descriptor `kv_fd` of the process. -1: it has none.
@@ -48,7 +48,7 @@ class Entry:
 
     @property
     def is_loading(self) -> bool:
-        """True while weights are loading and KV is not reserved yet."""
+        """True while weights are loading and KV is not allocated yet."""
         return self.kv_bytes == 0
 
     def touched_kv_bytes(self, memory: DeviceMemory) -> int:
@@ -86,7 +86,7 @@ class HeldEntry:
         self._write()
 
     def promise(self, kv_bytes: int, usable_bytes: int) -> None:
-        """Record that the weights are loaded and `kv_bytes` are reserved. Call it under the ledger's lock."""
+        """Record that the weights are loaded and `kv_bytes` are promised. Call it under the ledger's lock."""
         before = anonymous_bytes(self.entry.pid)
         self.entry = replace(self.entry, kv_bytes=kv_bytes, usable_bytes=usable_bytes, anonymous_bytes_before=before)
         self._write()

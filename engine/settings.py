@@ -91,8 +91,8 @@ class KVMemorySettings:
 
     All workers on a device together use `fraction` of the memory that is free or holds KV. With `utilization` they use
     that fraction of the device's total memory, minus weights and all other memory in use. A worker gets one of `shares`
-    equal parts, or, with 0 shares, half of the unreserved budget. `ledger` is the folder of the ledger: "" means the
-    default folder, None disables the ledger. `owner` names the worker in messages.
+    equal parts, or, with 0 shares, half of what is left. `ledger` is the folder of the ledger: "" means the default
+    folder, None disables the ledger. `owner` names the worker in messages.
     """
 
     fraction: float = 0.6

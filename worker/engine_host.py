@@ -249,10 +249,10 @@ def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load:
         host = load_engine_host(located, limits, progress, load)
     seconds = time.monotonic() - begun_s
     phases["other"] = max(0.0, seconds - sum(phases.values()))
-    reservation = host.runner.kv_cache.reservation
-    if reservation is not None:
-        log.info("KV memory", summary=reservation.summary)
-        announce("kv_memory", summary=reservation.summary)
+    memory_share = host.runner.kv_cache.memory_share
+    if memory_share is not None:
+        log.info("KV memory", summary=memory_share.summary)
+        announce("kv_memory", summary=memory_share.summary)
     about = {"folder": located.model, "seconds": round(seconds, 2), "phases": rounded(phases)}
     log.info("model loaded", **about, **peak_memory(host.runner.kv_cache.tensor.device))
     links = tuple(link for listener in listeners for link in listener.links)

@@ -1,10 +1,10 @@
-"""KV memory budget: the workers of a machine together never reserve more memory for KV than there is.
+"""KV memory budget: the workers of a machine together never take more memory for KV than there is.
 
-    enter ledger ──▶ load weights ──▶ reserve a share of the unreserved budget ──▶ allocate
+    enter ledger ──▶ load weights ──▶ take a share of what is left of the budget ──▶ allocate
 
 On CPU the system maps pages of the cache when they are first written, or shortly before (engine/kv/pages.py). A cache
 that is too large would only show under load, through the OOM killer. The ledger (engine/memory_ledger.py) therefore
-counts reservations, not pages.
+counts what each worker has been promised, not pages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,23 +73,23 @@ class Budget:
 
     @property
     def promised_bytes(self) -> int:
-        """Memory that the other workers have reserved for KV."""
+        """Memory that the other workers have been promised for KV."""
         return sum(entry.kv_bytes for entry in self.other_entries)
 
     @property
     def share_bytes(self) -> int:
         """Memory for the KV of this worker."""
-        unreserved_bytes = max(0, self.total_bytes - self.promised_bytes)
+        left_bytes = max(0, self.total_bytes - self.promised_bytes)
         if not self.settings.shares:
-            return unreserved_bytes // 2
-        return min(unreserved_bytes, self.total_bytes // self.settings.shares)
+            return left_bytes // 2
+        return min(left_bytes, self.total_bytes // self.settings.shares)
 
     def require(self, kv_bytes: int) -> None:
-        """Raise ConfigurationError if `kv_bytes`, which the operator configured, exceed the unreserved memory."""
-        unreserved_bytes = self.usable_bytes - self.promised_bytes
-        if kv_bytes > unreserved_bytes:
+        """Raise ConfigurationError if `kv_bytes`, which the operator configured, exceed the memory that is left."""
+        left_bytes = self.usable_bytes - self.promised_bytes
+        if kv_bytes > left_bytes:
             raise ConfigurationError(
-                f"{gib(kv_bytes)} are requested for KV, but {gib(max(0, unreserved_bytes))} of memory are left"
+                f"{gib(kv_bytes)} are requested for KV, but {gib(max(0, left_bytes))} of memory are left"
                 f"{self._holders()}: lower kv_cache_bytes or max_batch_total_tokens"
             )
 
@@ -113,14 +113,16 @@ class Budget:
         )
 
     def _holders(self) -> str:
-        reserved = [entry for entry in self.other_entries if entry.kv_bytes]
-        held = [f"{entry.owner} (pid {entry.pid}) has {gib(entry.kv_bytes)}" for entry in reserved]
+        holders = [entry for entry in self.other_entries if entry.kv_bytes]
+        held = [f"{entry.owner} (pid {entry.pid}) has {gib(entry.kv_bytes)}" for entry in holders]
         return f" ({', '.join(held)})" if held else ""
 
 
 @dataclass(slots=True)
-class KVReservation:
-    """One worker's entry in the ledger. The cache owns it: the memory stays reserved as long as the cache lives."""
+class KVMemoryShare:
+    """One worker's memory for KV, and its entry in the ledger. The cache owns it: other workers count this memory as
+    taken as long as the cache lives.
+    """
 
     device: torch.device
     settings: KVMemorySettings
@@ -139,22 +141,20 @@ class KVReservation:
         weights_bytes: int,
         mapped_bytes: Mapping[str, int] | None = None,
         later_bytes: int = 0,
-    ) -> "KVReservation":
-        """Announce the worker before it loads weights, of which `mapped_bytes` stay in files, see Entry. `later_bytes`
-        are those that it takes after its KV. If the folder is not usable, log a warning and use no ledger.
+    ) -> "KVMemoryShare":
+        """Announce the worker before it loads weights. `mapped_bytes`: the weights that stay in files, see Entry;
+        `later_bytes`: memory that it takes after its KV. If the folder is not usable, log a warning and use no ledger.
         """
         weights_bytes += later_bytes
-        reservation = cls(device, settings, weights_bytes, mapped_bytes or {}, later_bytes)
+        share = cls(device, settings, weights_bytes, mapped_bytes or {}, later_bytes)
         if settings.ledger is not None:
             try:
-                reservation._ledger = open_ledger(settings.ledger)
+                share._ledger = open_ledger(settings.ledger)
                 memory = device_memory(device)
-                reservation._held = reservation._ledger.enter(
-                    memory, settings.owner, weights_bytes, reservation.mapped_bytes
-                )
+                share._held = share._ledger.enter(memory, settings.owner, weights_bytes, share.mapped_bytes)
             except OSError as error:
                 log.warning("KV memory is not shared with other workers of this machine", error=str(error))
-        return reservation
+        return share
 
     def add_ranks(self, pids: Sequence[int], kv_fd: int) -> None:
         """Announce the worker's other ranks, which load their part of the weights, and the file of their KV."""

@@ -19,7 +19,7 @@ from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.checked_copy import Pieces, can_copy, gather, prepare, scatter
 from engine.kernels.cpu.machine import GROUP, KEYS
 from engine.kv.block_copies import BlockCopies, streams_for
-from engine.kv.budget import KVReservation
+from engine.kv.budget import KVMemoryShare
 from engine.kv.dtypes import as_bytes, kv_type
 from engine.memory import commit_pages
 from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan, Span
@@ -58,7 +58,7 @@ class KVCache:
         num_blocks: int,
         device: torch.device,
         span: KVSpan | None = None,
-        reservation: KVReservation | None = None,
+        memory_share: KVMemoryShare | None = None,
         memory: Bytes | None = None,
         num_spare: int = 0,
         parts: Sequence[Sequence[BlockParts]] = (),
@@ -66,7 +66,7 @@ class KVCache:
         self.layout = layout
         self.span = span or layout.whole
         self.num_blocks = num_blocks
-        self.reservation = reservation  # keeps the memory reserved as long as the cache lives
+        self.memory_share = memory_share  # held as long as the cache lives
         layers, heads = self.span.layers.count, self.span.heads.count
         dtype = kv_type(layout.dtype)
         num_all = num_blocks + num_spare

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from engine.kv.budget import KVReservation
+from engine.kv.budget import KVMemoryShare
 from engine.kv.cache import Buffer, KVCache, hash_and_write, read_and_hash
 from mesh.domain.kv import KVLayout, KVSpan, Span
 
@@ -18,11 +18,11 @@ class ShardedKVCache:
     so prefill and decode workers may differ in their number of ranks.
     """
 
-    def __init__(self, own: KVCache, others: Sequence[KVCache], reservation: KVReservation | None) -> None:
+    def __init__(self, own: KVCache, others: Sequence[KVCache], memory_share: KVMemoryShare | None) -> None:
         self.layout: KVLayout = own.layout
         self.num_blocks = own.num_blocks
         self.span = self.layout.whole
-        self.reservation = reservation  # keeps the memory reserved as long as the cache lives
+        self.memory_share = memory_share  # held as long as the cache lives
         self._own = own
         self._shards: tuple[KVCache, ...] = (own, *others)
         self.clears_new = any(shard.clears_new for shard in self._shards)

@@ -17,10 +17,10 @@ from engine.loading.graphs import graph_bytes, load_graphs
 from engine.loading.parts import (
     assemble_runner,
     decoder_memory,
+    enter_ledger,
+    kv_blocks,
     load_packed,
     load_parameters,
-    reserve_blocks,
-    reserve_memory,
     specs_of,
     weights_bytes,
 )
@@ -62,14 +62,14 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     layout = kv_layout(config, settings)
     captured_bytes = graph_bytes(settings, config, layout)
     later_bytes = captured_bytes + step_bytes(settings, config) + settings.companion_bytes
-    reservation = reserve_memory(settings, config, later_bytes)
+    memory_share = enter_ledger(settings, config, later_bytes)
     build = _load_model(settings, config, layout, on_progress)
-    with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
+    with load_phase("kv"), kv_blocks(layout, settings, memory_share) as num_blocks:
         cache = KVCache(
             layout,
             num_blocks,
             device,
-            reservation=reservation,
+            memory_share=memory_share,
             num_spare=1 if captured_bytes else 0,
             parts=block_parts(config, layout.windows) if isinstance(config, ModelConfig) else (),
         )

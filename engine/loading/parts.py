@@ -1,4 +1,4 @@
-"""The parts of a runner, as every rank loads them: weights, decoder memory, reservations; and their assembly."""
+"""The parts of a runner, as every rank loads them: weights, decoder memory, memory for KV; and their assembly."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +16,7 @@ from engine.attention.select import AttentionTarget, select_backend
 from engine.attention.triton_paged import TritonAttention
 from engine.attention.views import View, parts_of, view_of_layer
 from engine.decode_graphs import DecodeGraphs
-from engine.kv.budget import KVReservation
+from engine.kv.budget import KVMemoryShare
 from engine.kv.cache import KVCache
 from engine.kv.scales import NO_SCALES, read_kv_scales, scale_names
 from engine.kv.sharded_cache import AnyKVCache
@@ -179,25 +179,23 @@ def specs_of(settings: RunnerSettings, config: AnyConfig) -> list[ParameterSpec]
     return encoder_decoder_specs(config, own_lm_head=own_lm_head)
 
 
-def reserve_blocks(
-    layout: KVLayout, settings: RunnerSettings, reservation: KVReservation
-) -> AbstractContextManager[int]:
-    """Yields the number of KV blocks to allocate inside the `with` block; see KVReservation.blocks."""
+def kv_blocks(layout: KVLayout, settings: RunnerSettings, memory_share: KVMemoryShare) -> AbstractContextManager[int]:
+    """Yields the number of KV blocks to allocate inside the `with` block; see KVMemoryShare.blocks."""
     block_bytes = layout.block_bytes + settings.companion_block_bytes
-    return reservation.blocks(block_bytes, num_blocks=settings.num_blocks, max_blocks=settings.max_blocks)
+    return memory_share.blocks(block_bytes, num_blocks=settings.num_blocks, max_blocks=settings.max_blocks)
 
 
-def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int = 0) -> KVReservation:
+def enter_ledger(settings: RunnerSettings, config: AnyConfig, later_bytes: int = 0) -> KVMemoryShare:
     """Announce a worker that loads the model and its adapters, and takes `later_bytes` after its KV."""
     device = torch.device(settings.device)
     if (partition := read_partition(settings.model_dir)) is not None:
         mapped_bytes = {partition.identity: partition.num_bytes}
         num_bytes = partition.num_bytes + settings.adapter_bytes
-        return KVReservation.enter(device, settings.kv_memory, num_bytes, mapped_bytes)
+        return KVMemoryShare.enter(device, settings.kv_memory, num_bytes, mapped_bytes)
     is_packed = isinstance(config, ModelConfig) and why_eager(settings, config, kv_layout(config, settings)) is None
     num_bytes = weights_bytes(settings, specs_of(settings, config), config, is_packed=is_packed)
     num_bytes += settings.adapter_bytes
-    return KVReservation.enter(device, settings.kv_memory, num_bytes, later_bytes=later_bytes)
+    return KVMemoryShare.enter(device, settings.kv_memory, num_bytes, later_bytes=later_bytes)
 
 
 def weights_bytes(

@@ -5,7 +5,7 @@ convert  matrices are converted to their encoding (int8)
 pack     matrices are copied to the layout of the compiled loops
 map      the file of a partition is verified and mapped
 ranks    rank 0 waits until the other ranks have started and loaded their shares
-kv       memory for KV is reserved and allocated
+kv       memory for KV is counted and allocated
 build    the decoder is built on its cache: layouts of the eager decoder, compiled loops
 
 Phases do not contain each other. The functions that load a model are spread over a dozen modules, so the clock is a

@@ -24,7 +24,7 @@ import structlog
 from engine.compiled_code import reported_code
 from engine.kv.sharded_cache import ShardedKVCache
 from engine.loading.load_runner import load_model_runner
-from engine.loading.parts import reserve_blocks, reserve_memory
+from engine.loading.parts import enter_ledger, kv_blocks
 from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.loading.times import load_phase
 from engine.loading.weights import Progress
@@ -66,17 +66,17 @@ def load_ranked_runner(
     settings, config = resolve(settings)
     config = _require_divisible(settings, config)
     layout = kv_layout(config, settings)
-    reservation = reserve_memory(settings, config)
+    memory_share = enter_ledger(settings, config)
     max_blocks = max_sequence_blocks(settings, config)
     processes = RankProcesses(settings, max_blocks, log_level, log_json)
     try:
-        reservation.add_ranks(processes.pids, processes.kv_fd)
+        memory_share.add_ranks(processes.pids, processes.kv_fd)
         memory = step_memory(settings, config, max_blocks, layout.groups.count, processes.memory_fd)
         group = SharedGroup(0, degrees, memory, processes.post, next_report=processes.next_report)
         leader = Rank(settings, config, group, shared_store(processes.store_fd), on_progress)
         with load_phase("ranks"):
             processes.wait("loaded")
-        with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
+        with load_phase("kv"), kv_blocks(layout, settings, memory_share) as num_blocks:
             num_bytes = kv_bytes(layout.block_bytes, num_blocks, degrees.num_ranks)
             os.ftruncate(processes.kv_fd, num_bytes)
             caches = leader.caches(num_blocks, map_kv(processes.kv_fd, num_bytes))
@@ -85,7 +85,7 @@ def load_ranked_runner(
             _connect(leader, processes)
         processes.watch(on_lost)  # before the first step: this thread cannot leave a step that lacks a rank
         with load_phase("build"), reported_code(settings, config, layout):
-            runner = leader.lead(caches[0], ShardedKVCache(caches[0], caches[1:], reservation))
+            runner = leader.lead(caches[0], ShardedKVCache(caches[0], caches[1:], memory_share))
     except BaseException:
         processes.close()
         raise

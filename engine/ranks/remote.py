@@ -16,7 +16,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from engine.kv.budget import KVReservation
+from engine.kv.budget import KVMemoryShare
 from engine.kv.cache import KVCache
 from engine.loading.graphs import graph_bytes
 from engine.loading.parts import weights_bytes
@@ -108,11 +108,11 @@ class LeadersKVCache(KVCache):
         layout: KVLayout,
         num_blocks: int,
         span: KVSpan,
-        reservation: KVReservation,
+        memory_share: KVMemoryShare,
         *,
         num_spare: int,
     ) -> None:
-        super().__init__(layout, num_blocks, reservation.device, span, reservation, num_spare=num_spare)
+        super().__init__(layout, num_blocks, memory_share.device, span, memory_share, num_spare=num_spare)
         self._ranks = ranks
 
     def copy_block(self, source: int, target: int) -> None:
@@ -155,7 +155,7 @@ class OwnMemoryRank:
             torch.cuda.set_device(device)  # of this thread, for kernels that are told no device
         self._layout = kv_layout(config, settings)
         captured_bytes = graph_bytes(settings, config, self._layout)
-        self.reservation = KVReservation.enter(
+        self.memory_share = KVMemoryShare.enter(
             device,
             settings.kv_memory,
             weights_bytes(settings, specs, config),
@@ -176,20 +176,20 @@ class OwnMemoryRank:
 
     def fitting_blocks(self) -> int:
         """The number of blocks for which there is memory, at most those of the settings. Raises ConfigurationError."""
-        with self._reserve(self._settings.num_blocks) as num_blocks:
+        with self._kv_blocks(self._settings.num_blocks) as num_blocks:
             return num_blocks
 
     def allocate(self, num_blocks: int, ranks: RemoteRanks | None = None) -> KVCache:
         """The rank's KV, no more blocks than fitted. Raises WorkerBusy if they fit no longer; a new start helps."""
         try:
-            with self._reserve(num_blocks):
+            with self._kv_blocks(num_blocks):
                 if ranks is not None:
                     return LeadersKVCache(
-                        ranks, self._layout, num_blocks, self._span, self.reservation, num_spare=self._num_spare
+                        ranks, self._layout, num_blocks, self._span, self.memory_share, num_spare=self._num_spare
                     )
-                device = self.reservation.device
+                device = self.memory_share.device
                 return KVCache(
-                    self._layout, num_blocks, device, self._span, self.reservation, num_spare=self._num_spare
+                    self._layout, num_blocks, device, self._span, self.memory_share, num_spare=self._num_spare
                 )
         except ConfigurationError as error:
             raise WorkerBusy(f"others have taken memory since it was counted: {error}") from error
@@ -206,11 +206,11 @@ class OwnMemoryRank:
 
         return run
 
-    def _reserve(self, num_blocks: int | None) -> AbstractContextManager[int]:
+    def _kv_blocks(self, num_blocks: int | None) -> AbstractContextManager[int]:
         block_bytes = self._span.num_layer_heads * self._layout.cell_bytes
         if self._is_leader:  # it has the draft model, too
             block_bytes += self._settings.companion_block_bytes
-        return self.reservation.blocks(block_bytes, num_blocks=num_blocks, max_blocks=self._settings.max_blocks)
+        return self.memory_share.blocks(block_bytes, num_blocks=num_blocks, max_blocks=self._settings.max_blocks)
 
     def _posting(self, post: Callable[[StepMessage], None] | None) -> Callable[[int, Command], None]:
         def pack_and_post(stage: int, command: Command) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.kv.budget import Budget, KVReservation
+from engine.kv.budget import Budget, KVMemoryShare
 from engine.kv.cache import KVCache
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import kv_layout
@@ -48,21 +48,21 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def reserve(
     wanted: KVMemorySettings, *, num_blocks: int | None = None, weights_bytes: int = 0
-) -> tuple[KVReservation, int]:
-    reservation = KVReservation.enter(CPU, wanted, weights_bytes)
-    with reservation.blocks(BLOCK_BYTES, num_blocks=num_blocks, max_blocks=None) as granted_blocks:
-        return reservation, granted_blocks * BLOCK_BYTES
+) -> tuple[KVMemoryShare, int]:
+    share = KVMemoryShare.enter(CPU, wanted, weights_bytes)
+    with share.blocks(BLOCK_BYTES, num_blocks=num_blocks, max_blocks=None) as granted_blocks:
+        return share, granted_blocks * BLOCK_BYTES
 
 
 def promised_at_once(wanted: KVMemorySettings) -> list[int]:
     """What six workers promise that reserve at the same time, while all of them live."""
     ready = threading.Barrier(NUM_WORKERS)
 
-    def work(number: int) -> tuple[KVReservation, int]:
-        reservation = KVReservation.enter(CPU, replace(wanted, owner=f"worker-{number}"), 0)
+    def work(number: int) -> tuple[KVMemoryShare, int]:
+        share = KVMemoryShare.enter(CPU, replace(wanted, owner=f"worker-{number}"), 0)
         ready.wait(60)
-        with reservation.blocks(BLOCK_BYTES, num_blocks=None, max_blocks=None) as num_blocks:
-            return reservation, num_blocks * BLOCK_BYTES
+        with share.blocks(BLOCK_BYTES, num_blocks=None, max_blocks=None) as num_blocks:
+            return share, num_blocks * BLOCK_BYTES
 
     with ThreadPoolExecutor(NUM_WORKERS) as threads:
         found = list(threads.map(work, range(NUM_WORKERS)))
@@ -129,7 +129,7 @@ def test_a_number_of_tokens_that_is_not_there_is_refused(ledger: str) -> None:
 
 
 def test_weights_that_are_still_to_come_are_left_free(ledger: str) -> None:
-    loading = KVReservation.enter(CPU, KVMemorySettings(ledger=ledger), weights_bytes=10**12)
+    loading = KVMemoryShare.enter(CPU, KVMemorySettings(ledger=ledger), weights_bytes=10**12)
     with pytest.raises(ConfigurationError, match="no memory"):
         reserve(KVMemorySettings(ledger=ledger))
     del loading
@@ -255,8 +255,8 @@ def test_a_killed_worker_promises_nothing(ledger: str) -> None:
 def test_a_folder_that_cannot_be_used_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    reservation = KVReservation.enter(CPU, KVMemorySettings(ledger=str(file)), 0)
-    with reservation.blocks(BLOCK_BYTES, num_blocks=None, max_blocks=5) as num_blocks:
+    share = KVMemoryShare.enter(CPU, KVMemorySettings(ledger=str(file)), 0)
+    with share.blocks(BLOCK_BYTES, num_blocks=None, max_blocks=5) as num_blocks:
         assert num_blocks == 5
     assert "KV memory is not shared" in capsys.readouterr().out
 
@@ -313,9 +313,9 @@ def _versions(group: str) -> list[tuple[object, ...]]:
 
 def test_cache_keeps_the_reservation(ledger: str, checkpoint: Checkpoint) -> None:
     plain = RunnerSettings(checkpoint("llama"))
-    reservation, _ = reserve(KVMemorySettings(ledger=ledger, shares=1))
-    cache = KVCache(kv_layout(load_config(plain.model_dir), plain), 4, CPU, reservation=reservation)
-    del reservation
+    share, _ = reserve(KVMemorySettings(ledger=ledger, shares=1))
+    cache = KVCache(kv_layout(load_config(plain.model_dir), plain), 4, CPU, memory_share=share)
+    del share
     with pytest.raises(ConfigurationError):
         reserve(KVMemorySettings(ledger=ledger, shares=1))
     del cache

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.loading.parts import reserve_memory
+from engine.loading.parts import enter_ledger
 from engine.loading.resolve import resolve
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
@@ -35,7 +35,7 @@ def plan(capsys: pytest.CaptureFixture[str], model_dir: Path, *flags: str) -> di
 
 def reserved(model_dir: Path, **changes: object) -> int:
     """What a worker announces before it loads."""
-    return reserve_memory(*resolve(settings(model_dir, **changes))).weights_bytes
+    return enter_ledger(*resolve(settings(model_dir, **changes))).weights_bytes
 
 
 def test_all_adapters(checkpoint: Checkpoint, folders: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

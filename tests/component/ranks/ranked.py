@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from engine.kv.budget import KVReservation
+from engine.kv.budget import KVMemoryShare
 from engine.kv.sharded_cache import ShardedKVCache
 from engine.loading.resolve import kv_layout, resolve
 from engine.model_runner import ModelRunner
@@ -77,8 +77,8 @@ def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Itera
         thread.start()
     try:
         ranks[0].connect()
-        reservation = KVReservation(torch.device("cpu"), KVMemorySettings(), 0)
-        yield ranks[0].lead(caches[0], ShardedKVCache(caches[0], caches[1:], reservation))
+        memory_share = KVMemoryShare(torch.device("cpu"), KVMemorySettings(), 0)
+        yield ranks[0].lead(caches[0], ShardedKVCache(caches[0], caches[1:], memory_share))
     finally:
         for queue in queues:
             queue.put(None)

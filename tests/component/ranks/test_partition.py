@@ -127,7 +127,7 @@ def test_gpus_load_the_checkpoint_itself(
     load_arm(checkpoint("llama"), "compiled")
     out = partitioned(checkpoint("llama"), tmp_path / "out")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("engine.loading.load_runner.reserve_memory", lambda *_: None)  # which asks the GPU
+    monkeypatch.setattr("engine.loading.load_runner.enter_ledger", lambda *_: None)  # which asks the GPU
     said = refusal(out, device="cuda", dtype="float16")
     assert "which cannot run here (float16 on cuda): serve the original checkpoint" in said
 

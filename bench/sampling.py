@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from engine.logits import Logits
 from engine.sampling.host_rows import HostRows
-from engine.sampling.row_math import DeviceRows, RowMath
+from engine.sampling.row_math import DeviceRows, Logits, RowMath
 from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec

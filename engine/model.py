@@ -14,9 +14,8 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, AttentionShape, ForwardMetadata
 from engine.kv.cache import KVCache
 from engine.kv.scales import NO_SCALES, KVScale
-from engine.logits import Logits
 from engine.models.encoder_decoder.config import AnyConfig
-from engine.sampling.row_math import RowMath
+from engine.sampling.row_math import Logits, RowMath
 from mesh.domain.host import Cores
 from mesh.domain.kv import Span
 

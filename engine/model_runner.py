@@ -65,19 +65,21 @@ class ModelRunner:
         self._layers_per_group = layers_per_group
         self._group_bytes = group_bytes
         self._masks = masks
-        device = kv_cache.tensor.device
+        device, windows = kv_cache.tensor.device, kv_cache.layout.windows
         self._copies = copies_for(device)
         self._sampler = Sampler(
             masks, encoded_prompts=model.config.whole_prompts, copies=self._copies, rows=model.row_math
         )
         self._adapters = adapters
-        self._num_final = _num_final_layers(model.config, kv_cache.layout.windows)
+        config = model.config
+        # Only with windows: blocks have all layers without.
+        self._num_final = num_final_kv_layers(config, windows) if windows and isinstance(config, ModelConfig) else []
         new_builder = partial(
             StepInputBuilder,
             kv_cache.layout.block_size,
             adapters={} if adapters is None else adapters.slots,
             state_blocks=kv_cache.layout.state_blocks,
-            windows=kv_cache.layout.windows,
+            windows=windows,
             windows_are_chunks=kv_cache.layout.windows_are_chunks,
         )
         # A builder's arrays, and their copies, are in use until the step ends.
@@ -286,11 +288,6 @@ class ModelRunner:
             scored = self._sampler.score(logits, token_ids, [sequence.spec.top_logprobs] * len(token_ids))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
-
-
-def _num_final_layers(config: AnyConfig, windows: Sequence[int]) -> list[int]:
-    """See `num_final_kv_layers`; nothing if blocks have all layers."""
-    return num_final_kv_layers(config, windows) if windows and isinstance(config, ModelConfig) else []
 
 
 def _sampled_sequences(batch: ScheduledBatch) -> list[SequenceState]:

@@ -119,8 +119,8 @@ class CudaStreams:
         status = self._call("cudaHostRegister", memory.data_ptr(), memory.nbytes, _PORTABLE)
         if status:
             log.warning("memory cannot be pinned: KV is copied once more", num_bytes=memory.nbytes, cuda_error=status)
-            return _nothing
-        return lambda: _ignore(self._call("cudaHostUnregister", memory.data_ptr()))
+            return lambda: None
+        return lambda: self._call("cudaHostUnregister", memory.data_ptr())
 
     def is_pinned(self, memory: Tensor) -> bool:
         return memory.is_pinned()
@@ -253,13 +253,5 @@ def _as_words(units: Tensor) -> Tensor:
 
 
 def _shaped(payload: Tensor, words: Tensor, num_blocks: int) -> Tensor:
-    """A payload of so many blocks, of the type and shape of `words`."""
+    """A payload of `num_blocks` blocks, with the dtype and shape of `words`."""
     return payload.view(words.dtype).view(*words.shape[:2], num_blocks, *words.shape[3:])
-
-
-def _ignore(_: object) -> None:
-    return
-
-
-def _nothing() -> None:
-    return

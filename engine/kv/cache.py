@@ -151,7 +151,7 @@ class KVCache:
         """Prepare memory into which blocks will often be read. Returns what ends it, to be called while the memory
         lives.
         """
-        return _nothing if self._copies is None else self._copies.pin(memory)
+        return (lambda: None) if self._copies is None else self._copies.pin(memory)
 
     def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
         """Copy `span` of these blocks to `out`, in C order [layers, planes, len(block_ids), units, heads, bytes of a
@@ -308,10 +308,6 @@ def _read_byte_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor
     key_rows = keys[segment, :, :, token].flatten(-2)
     value_rows = values[segment, :, token // GROUP, :, token % GROUP]
     return key_rows * scales[..., 0, :, None], value_rows * scales[..., 1, :, None]
-
-
-def _nothing() -> None:
-    return
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

@@ -4,8 +4,8 @@
     a prompt     before it is added, the disk's thread reads the blocks that memory lacks, and checks them
     admission    the engine's thread copies them into blocks of the cache, which are then indexed as any others
 
-A recurrent state is evicted block by block, too, and comes back whole: a prompt gets the blocks up to the last snapshot
-of which nothing is missing.
+A recurrent state is evicted block by block, too, and comes back whole: a prompt gets the blocks up to the last complete
+snapshot.
 
 A file is named after the hash of a block, which covers all tokens before it, in a folder for each kind of KV: layout,
 bytes of the weights, decoder, version of the files. So all workers of a machine that serve a model find each other's
@@ -65,7 +65,7 @@ class DiskCounts:
 
 
 @dataclass(slots=True)
-class _Budget:
+class _ByteLimit:
     """Bytes in use by several threads, up to a limit."""
 
     limit: int
@@ -85,8 +85,8 @@ class _Budget:
 
 
 def private_folder(root: Path) -> None:
-    """Make the folder if need be. Raises ConfigurationError if it cannot be used, or others could write to it: who
-    writes KV decides answers.
+    """Make the folder if need be. Raises ConfigurationError if it cannot be used, or if others could write to it,
+    who could then change answers.
     """
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -245,8 +245,8 @@ class DiskCache:
         self._block_bytes = cache.layout.block_bytes
         self._state_blocks = cache.layout.state_blocks
         max_waiting_bytes = max(max_waiting_bytes, 2 * self._state_blocks * self._block_bytes)
-        self._writes = _Budget(max_waiting_bytes)
-        self._reads = _Budget(max_waiting_bytes)
+        self._writes = _ByteLimit(max_waiting_bytes)
+        self._reads = _ByteLimit(max_waiting_bytes)
         self._queue: queue.SimpleQueue[tuple[BlockHash, bytearray] | None] = queue.SimpleQueue()
         self._reader = ThreadPoolExecutor(1, "kv-disk-read")
         self._writer = threading.Thread(target=self._write_all, name="kv-disk-write", daemon=True)
@@ -263,10 +263,9 @@ class DiskCache:
         self._queue.put((block_hash, copy))
 
     def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
-        """Read the leading ones of these blocks that are on disk, but for those named b"". With groups of layers
-        (mesh/domain/kv_groups.py) that see a window, theirs may be missing: a longer prefix does without them. With
-        recurrent states: the last state on disk at the end of one of the blocks, and those up to there that are on
-        disk.
+        """Read the leading blocks that are on disk; b"" names a block to skip. Blocks of groups of layers with a window
+        (mesh/domain/kv_groups.py) may be missing: a longer prefix does without them. With recurrent states: read the
+        last state on disk at the end of one of the blocks, and the blocks up to there that are on disk.
         """
         return self._reader.submit(self._fetch, hashes)
 
@@ -287,7 +286,7 @@ class DiskCache:
     def _fetch(self, hashes: Sequence[BlockHash]) -> BlockPayloads:
         found, begun_ns = BlockPayloads(), time.time_ns()
         if self._state_blocks:
-            hashes = self._up_to_a_state(hashes)
+            hashes = self._through_last_state(hashes)
         groups = self._cache.layout.groups
         for number, block_hash in enumerate(hashes):
             if not block_hash:
@@ -309,8 +308,8 @@ class DiskCache:
         weakref.finalize(found, self._reads.give_back, len(found) * self._block_bytes)
         return found
 
-    def _up_to_a_state(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """The blocks of the last state that is on disk, and those of tokens before it that are."""
+    def _through_last_state(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """The blocks of the last recurrent state that is on disk, and the blocks of tokens before it that are."""
         for end in range(len(hashes), 0, -1):
             if self._files.has(*state_block_hashes(hashes[end - 1], 1)):  # of most blocks there is no state
                 state = state_block_hashes(hashes[end - 1], self._state_blocks)

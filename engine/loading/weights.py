@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import structlog
@@ -114,7 +114,7 @@ def load_weights(
     in_int8 = rounded_beside_int8(specs, modules) if target.encoding == "int8" else kept.in_int8 if kept else ()
     if in_int8:
         log.info("matrices that the checkpoint has in another form are rounded to 8 bits", matrices=len(in_int8))
-    values = _stored_values(specs, target, _Contents(stored, modules, kept))
+    values = _stored_values(specs, target, stored, modules, kept)
     return parameters_of(specs, target, values, on_progress, kept or ALL_FLOAT, factors)
 
 
@@ -144,26 +144,18 @@ def parameters_of(
     return Parameters(target.encoding, (spec.name for spec in specs), source(), kept, factors)
 
 
-class _Contents(NamedTuple):
-    """The tensors of a checkpoint, and the quantised modules that they make, by the names of their sources.
-    `kept`: how matrices in int4 or fp8 are multiplied; None to dequantise them.
-    """
-
-    stored: Mapping[str, StoredTensor]
-    modules: Mapping[str, QuantizedModule]
-    kept: StoredMatrices | None
-
-    def dtype_of(self, source: Source) -> str:
-        """As the file names it; of a quantised module "quantised"."""
-        return "quantised" if source.name in self.modules else self.stored[stored_name(source.name, self.stored)].dtype
-
-
 def _stored_values(
-    specs: list[ParameterSpec], target: WeightsTarget, contents: _Contents
+    specs: list[ParameterSpec],
+    target: WeightsTarget,
+    stored: Mapping[str, StoredTensor],
+    modules: Mapping[str, QuantizedModule],
+    kept: StoredMatrices | None,
 ) -> Iterator[Tensor | LinearParameters]:
-    kept = contents.kept
+    """The values of the specs that are held. `kept`: how matrices in int4 or fp8 are multiplied; None to dequantise
+    them.
+    """
     with ExitStack() as stack:
-        reader = _Reader(contents.stored, contents.modules, stack)
+        reader = _Reader(stored, modules, stack)
         for spec in held(specs):
             own = target.encoding
             encoding = OUTPUT_ENCODINGS.get(own, own) if spec.name == OUTPUT else own
@@ -178,16 +170,16 @@ def _stored_values(
                 elif encoding == "int8" and reader.has_int8(spec):
                     parameter = reader.int8(spec)
                 else:
-                    parameter = reader.fill(spec, _in_own_type(spec, encoding, contents, target))
+                    parameter = reader.fill(spec, _in_own_type(spec, encoding, reader, target))
             yield parameter
 
 
-def _in_own_type(spec: ParameterSpec, encoding: str, contents: _Contents, target: WeightsTarget) -> WeightsTarget:
+def _in_own_type(spec: ParameterSpec, encoding: str, reader: "_Reader", target: WeightsTarget) -> WeightsTarget:
     """The target with the checkpoint's own type for tables of tokens, see `target_of_table`, and for matrices that will
     be rounded: in 16 bits they take half of the memory until then.
     """
-    dtypes = {contents.dtype_of(source) for source in spec.sources}
-    own = _NARROW.get(dtypes.pop(), target.dtype) if len(dtypes) == 1 else target.dtype
+    dtypes = {reader.dtype_of(source) for source in spec.sources}
+    own = _NARROW.get(dtypes.pop() or "", target.dtype) if len(dtypes) == 1 else target.dtype
     is_exact = spec.factor == 1.0 and not spec.offset and not spec.unit_rows
     if spec.is_matrix and is_exact and encoding in _ROUNDED:
         return replace(target, dtype=own)
@@ -240,6 +232,10 @@ class _Reader:
         self._stack = stack
         self._files: dict[Path, Any] = {}
         self._mapped: list[Tensor] = []
+
+    def dtype_of(self, source: Source) -> str | None:
+        """The file's name of the dtype; None for a quantised module."""
+        return None if source.name in self._modules else self._stored[stored_name(source.name, self._stored)].dtype
 
     def fill(self, spec: ParameterSpec, target: WeightsTarget) -> Tensor:
         """A parameter in the target's dtype. Raises ConfigurationError if a number is not finite."""

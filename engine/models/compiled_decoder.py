@@ -25,7 +25,6 @@ from engine.kernels.cpu.products.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.recurrent.recurrent_arguments import StateSteps
 from engine.kernels.cpu.step import output_rows, run_layers
 from engine.kv.cache import KVCache
-from engine.logits import Logits
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
 from engine.models.loop_constants import head_shapes, model_constants, parts_of_blocks
@@ -42,7 +41,7 @@ from engine.models.rotation_table import RotationTable
 from engine.models.row_shares import RowCut, costs_of_rows, cut_rows, most_shares
 from engine.models.share import rank_share
 from engine.sampling.host_rows import HostRows, host_summary
-from engine.sampling.row_math import RowMath
+from engine.sampling.row_math import Logits, RowMath
 from mesh.domain.host import Cores
 
 _LEAST_LEFT = 16

@@ -14,16 +14,15 @@ from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.views import parts_of, seen_by, view_of_layer
 from engine.kernels.cpu.recurrent.recurrence import mix, mix_address, multiply_address
-from engine.logits import Logits
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapted_linear import Adapters
 from engine.models.adapters import AdapterWeights
 from engine.models.cpu_support import why_not_recurrent
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ExpertProducts, why_not_on_device
-from engine.models.layer import Layer, run_layer, take_layer, take_mlp, take_norm
+from engine.models.layer import run_layer, take_layer, take_norm
 from engine.models.linear import LinearLayer, Ops, Rows, make_linear
-from engine.models.mixed import LayerInputs, MixedLayer, take_mixed_layer
+from engine.models.mixed import LayerInputs, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.recurrent.for_kernels import KINDS
@@ -33,7 +32,7 @@ from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
 from engine.models.streams import JoinStreams, SplitStreams
 from engine.sampling.host_rows import rows_for
-from engine.sampling.row_math import RowMath
+from engine.sampling.row_math import Logits, RowMath
 from mesh.domain.host import Cores
 
 
@@ -73,7 +72,8 @@ class Decoder:
             self._output = Output(parameters, config, self._embedding.weight)
         numbers, linears = range(self.layers.first, self.layers.end), self._adapters
         self._layers = [take_layer(parameters, n, config, ranks, linears, self._expert_products) for n in numbers]
-        self._mixed = _take_mixed(parameters, config, linears, self._layers)
+        mixed = enumerate(self._layers if config.mixed is not None else ())
+        self._mixed = [take_mixed_layer(parameters, index, config, linears, layer) for index, layer in mixed]
         has_inputs = config.mixed is not None and config.mixed.input_width
         self._layer_inputs = LayerInputs(parameters, config) if has_inputs else None
         windows = self._cache.layout.windows
@@ -171,18 +171,6 @@ class Decoder:
         assert self._states is not None
         assert self.config.recurrent is not None
         return recurrence(rows, self._states.of_layer(self.config.recurrent.num_before(index)), metadata)
-
-
-def _take_mixed(
-    parameters: Parameters, config: ModelConfig, linears: Adapters, layers: Sequence[Layer]
-) -> list[MixedLayer]:
-    """Layers of several sizes, with their further parts; none if all layers have one size."""
-    taken: list[MixedLayer] = []
-    for index, layer in enumerate(layers if config.mixed is not None else ()):
-        own, has_experts = config.of_layer(index), config.experts is not None
-        mlp = take_mlp(parameters, f"layers.{index}.", own, linears) if has_experts else None
-        taken.append(take_mixed_layer(parameters, index, config, linears, layer, mlp))
-    return taken
 
 
 def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | None:

@@ -21,12 +21,11 @@ from engine.models.latent_config import LATENT_EPS
 from engine.models.linear import LinearLayer, Ops, Rows
 from engine.models.model_config import ModelConfig
 from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
-from engine.models.rank_group import SummingGroup
+from engine.models.rank_group import Summed, SummingGroup
 from engine.models.recurrent.mixer import Recur, RecurrentPart, take_recurrent
 from engine.models.rope import Rotation, rotate
 from engine.models.routing import Router
 from engine.models.share import rank_share
-from engine.models.summed import Summed
 from mesh.domain.kv import Span
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

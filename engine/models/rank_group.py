@@ -1,9 +1,9 @@
 """The contracts between a model and the ranks that compute its steps together: RankGroup of the compiled decoder,
-SummingGroup of the eager one.
+SummingGroup of the eager one, whose parts of layers are Summed.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -14,6 +14,10 @@ from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.buffers import Buffers
 from engine.model import Finish, LayerGroups
 from mesh.domain.kv import Degrees
+
+if TYPE_CHECKING:
+    from engine.models.layer import Mlp
+    from engine.models.linear import LinearLayer, Rows
 
 
 class SharedBuffers(Protocol):
@@ -122,3 +126,18 @@ class SummingGroup(Protocol):
         return it. Raises WorkerLost if another rank has ended.
         """
         ...
+
+
+class Summed:
+    """A projection or an MLP that the ranks of a stage compute in parts: the sum of these."""
+
+    def __init__(self, part: "LinearLayer | Mlp", ranks: SummingGroup) -> None:
+        self.ops = part.ops
+        self._part = part
+        self._ranks = ranks
+
+    def __call__(self, x: "Rows") -> Tensor:
+        return self._ranks.sum(self._part(x))
+
+    def add_to(self, residual: Tensor, x: "Rows") -> Tensor:
+        return residual + self(x)

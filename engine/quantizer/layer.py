@@ -13,9 +13,9 @@ from engine.attention.backend import attention_shape
 from engine.attention.torch_sdpa import TorchAttention
 from engine.models.activations import Activation
 from engine.models.encodings import LinearParameters, Parameters
-from engine.models.layer import Experts, Layer, LinearLayers, Mlp, SharedExpert, run_layer, take_layer, take_mlp
+from engine.models.layer import Experts, Mlp, SharedExpert, run_layer, take_layer
 from engine.models.linear import FloatOps
-from engine.models.mixed import MixedLayer, take_mixed_layer
+from engine.models.mixed import take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.mixer import RecurrentMixer
 from engine.models.rope import RotaryEmbedding, rope_of_layer
@@ -159,7 +159,8 @@ class FloatLayer:
         self.config = config
         self.index = index
         self.layer = take_layer(parameters, index, config, None, linears)
-        self._mixed = _take_mixed(self.layer, parameters, index, config, linears)
+        has_sizes = config.mixed is not None
+        self._mixed = take_mixed_layer(parameters, index, config, linears, self.layer) if has_sizes else None
         self.linears: Mapping[str, FloatLinear] = linears.made
         self.routers = _routers(self.layer.mlp)
         self.changed: dict[str, Tensor] = {}
@@ -200,17 +201,6 @@ class FloatLayer:
             kept[self.index] = keys, values
         mixed = self._attention.attend_whole(queries, keys, values, pack.distances(), window, self.layer.sinks)
         return mixed.flatten(1)
-
-
-def _take_mixed(
-    layer: Layer, parameters: Parameters, index: int, config: ModelConfig, linears: LinearLayers
-) -> MixedLayer | None:
-    """The layer with what it has besides, of a model with layers of several sizes."""
-    if config.mixed is None:
-        return None
-    own, has_experts = config.of_layer(index), config.experts is not None
-    mlp = take_mlp(parameters, f"layers.{index}.", own, linears) if has_experts else None
-    return take_mixed_layer(parameters, index, config, linears, layer, mlp)
 
 
 def _recur(pack: PackedPrompts, mixer: RecurrentMixer, rows: Tensor) -> Tensor:

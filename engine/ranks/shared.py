@@ -186,7 +186,7 @@ class SharedGroup:
 
     def end_forward(self, layer_groups: LayerGroups) -> Callable[[], None]:
         if self.degrees.pipeline == 1:
-            return _nothing
+            return lambda: None
         slot = self.buffers.slot
         self._in_flight[slot] = layer_groups
         self.end_stage()
@@ -246,10 +246,6 @@ class SharedGroup:
                 del self._in_flight[report.slot]
             elif (announce := self._in_flight[report.slot].announce) is not None:
                 announce(Span(report.first, report.count))
-
-
-def _nothing() -> None:
-    """A step without later stages is complete."""
 
 
 def write_metadata(memory: StageBuffers, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Forward:

@@ -18,8 +18,7 @@ from engine.kernels.cpu.sampling.masked_rows import MaskedRows, copy_rows
 from engine.kernels.cpu.threads.barrier import RowShare, Team
 from engine.kernels.cpu.threads.mailbox import lead, mailboxes
 from engine.kernels.cpu.threads.phases import PHASES
-from engine.logits import Summary
-from engine.sampling.row_math import DeviceRows, Drawing, RandomRows, RowMath
+from engine.sampling.row_math import DeviceRows, Drawing, RandomRows, RowMath, Summary
 from mesh.domain.request import SamplingParams
 
 

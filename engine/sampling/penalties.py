@@ -168,12 +168,10 @@ def _forbidden_entries(sequences: Sequence[SequenceState], vocab_size: int) -> d
         for token in _forbidden(sequence)
         if 0 <= token < vocab_size
     }
-    return _entries("forbidden", *zip(*forbidden, strict=True)) if forbidden else {}
-
-
-def _entries(name: str, rows: Sequence[int], tokens: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """The index of single logits."""
-    return {f"{name}_rows": np.array(rows, np.int64), f"{name}_tokens": np.array(tokens, np.int64)}
+    if not forbidden:
+        return {}
+    rows, tokens = zip(*forbidden, strict=True)
+    return {"forbidden_rows": np.array(rows, np.int64), "forbidden_tokens": np.array(tokens, np.int64)}
 
 
 def _forbidden(sequence: SequenceState) -> Iterator[int]:

@@ -1,5 +1,5 @@
-"""Operations of sampling on whole rows of logits. RowMath is what the sampler needs; DeviceRows does it with torch, on
-any device, and reads nothing back. `host_rows.py` has compiled loops for the CPU.
+"""Logits, and the operations of sampling on whole rows of them. RowMath is what the sampler needs; DeviceRows does it
+with torch, on any device, and reads nothing back. `host_rows.py` has compiled loops for the CPU.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,27 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.device_copies import Arrays, Tensors
-from engine.logits import Summary
 from engine.sampling.truncation import Truncation, take_rows
 from mesh.domain.request import SamplingParams
 
 _DRAW_BLOCK = 256
+
+
+class Summary(NamedTuple):
+    """Per row: the column of the largest value (the first one if several are equal), log(sum(exp(row))), and the
+    largest value's log-prob.
+    """
+
+    largest: Tensor  # [rows] int64
+    normaliser: Tensor  # [rows] fp32
+    logprob: Tensor  # [rows] fp32
+
+
+class Logits(NamedTuple):
+    """fp32 logits [rows, vocab_size], and their summary if the model has computed it."""
+
+    values: Tensor
+    summary: Summary | None = None
 
 
 class RandomRows(NamedTuple):

@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device_copies import DeviceCopies, NoCopies, Tensors
-from engine.logits import Logits, Summary
 from engine.sampling.host_rows import rows_for
 from engine.sampling.masks import TokenMasks
 from engine.sampling.penalties import Penalties, apply_penalties
-from engine.sampling.row_math import Drawing, RandomRows, RowMath
+from engine.sampling.row_math import Drawing, Logits, RandomRows, RowMath, Summary
 from engine.sequence import SequenceState
 from mesh.domain.tokens import SampledToken, TokenLogprob
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
-from engine.logits import Logits
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.activations import ACTIVATIONS
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
@@ -22,7 +21,7 @@ from engine.models.layer import DenseMlp
 from engine.models.linear import LinearLayer, Rows, make_linear
 from engine.models.norms import Norm
 from engine.sampling.host_rows import rows_for
-from engine.sampling.row_math import RowMath
+from engine.sampling.row_math import Logits, RowMath
 from mesh.domain.host import Cores
 
 

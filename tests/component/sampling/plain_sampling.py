@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.logits import Logits
+from engine.sampling.row_math import Logits
 from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
 from mesh.domain.tokens import SampledToken

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.device_copies import PackedCopies
-from engine.logits import Logits, Summary
-from engine.sampling.row_math import DeviceRows
+from engine.sampling.row_math import DeviceRows, Logits, Summary
 from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
 from mesh.domain.tokens import SampledToken

@@ -130,7 +130,7 @@ def reported_code(settings: RunnerSettings, config: AnyConfig, layout: KVLayout)
         log.warning("compiled code cannot be kept", error=why_not_kept())
 
 
-class _Told(_Listener):
+class _CompilationListener(_Listener):
     """Calls `tell` when the first function is about to be compiled."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
@@ -146,9 +146,9 @@ class _Told(_Listener):
 
 
 @contextmanager
-def told_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
+def noticing_compilation(tell: Callable[[], None]) -> Iterator[None]:
     """Call `tell` once, when the block begins to compile code that is not on disk."""
-    with _event.install_listener("numba:compile", _Told(tell)):
+    with _event.install_listener("numba:compile", _CompilationListener(tell)):
         yield
 
 

@@ -11,11 +11,11 @@ from mesh.domain.kv_groups import KVGroups
 
 DTYPES = ("auto", *DTYPE_BYTES)
 KV_DTYPES = ("auto", *KV_DTYPE_BYTES)
-OF_CHECKPOINTS = "fp8"
-"""An encoding that a runner takes from a checkpoint, and nobody needs to ask for."""
+STORED_ENCODING = "fp8"
+"""An encoding that is only taken from checkpoints: settings need not name it."""
 QUANTIZATIONS = ("none", "int8", "int4")
 """Quantisations that the engine computes, as settings name them: none, and encodings (`engine/models/encodings.py`)."""
-MATRIX_ENCODINGS = (*QUANTIZATIONS[1:], OF_CHECKPOINTS)
+MATRIX_ENCODINGS = (*QUANTIZATIONS[1:], STORED_ENCODING)
 """Encodings of matrices other than float, which multiply in a form of their own (`engine/models/encodings.py`)."""
 LAYERS_PER_GROUP = 8
 """Layers whose KV is announced together, by default."""
@@ -26,7 +26,7 @@ _CHOICES = {
     "dtype": DTYPES,
     "kv_dtype": KV_DTYPES,
     "load_format": LOAD_FORMATS,
-    "quantize": (*QUANTIZATIONS, OF_CHECKPOINTS),
+    "quantize": (*QUANTIZATIONS, STORED_ENCODING),
     "attention": ATTENTION_BACKENDS,
 }
 

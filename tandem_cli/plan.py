@@ -18,7 +18,7 @@ from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
 from engine.quantized_formats.config import read_quantization
-from engine.settings import OF_CHECKPOINTS, QUANTIZATIONS
+from engine.settings import QUANTIZATIONS, STORED_ENCODING
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES, Degrees
 from mesh.logs import quiet_logs
@@ -351,7 +351,7 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
             raise ConfigurationError(f"--measure runs on this machine, not on {args.device}")
         if degrees.pipeline > 1:
             raise ConfigurationError("--measure runs one stage: plan a model and degrees with one")
-        if args.quantize not in (*QUANTIZATIONS, OF_CHECKPOINTS):
+        if args.quantize not in (*QUANTIZATIONS, STORED_ENCODING):
             choices = " or ".join(QUANTIZATIONS)
             raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs {choices}")
         context = args.input_tokens + args.output_tokens // 2

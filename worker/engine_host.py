@@ -26,11 +26,11 @@ import torch
 from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import tokenizer_fingerprint
 from checkpoint.partition_manifest import WeightFiles
-from engine.compiled_code import told_of_compilation
+from engine.compiled_code import noticing_compilation
 from engine.devices import find_device, first_device, rank_devices
 from engine.kv.block_pool import BlockPool
 from engine.kv.disk import BlockFiles, DiskCache, private_folder
-from engine.kv.pages import PagesAhead
+from engine.kv.page_commits import PageCommitter
 from engine.kv.sharded_cache import AnyKVCache
 from engine.loading.load_runner import load_model_runner, load_speculator
 from engine.loading.times import measured_load, rounded
@@ -181,7 +181,7 @@ def load_engine_host(
 
 
 def _scheduler(config: SchedulerConfig, cache: AnyKVCache, disk: DiskCache | None) -> Scheduler:
-    on_first_use = PagesAhead(cache).use if cache.tensor.is_cpu else None
+    on_first_use = PageCommitter(cache).use if cache.tensor.is_cpu else None
     pool = BlockPool(cache.num_blocks, None if disk is None else disk.evicted, on_first_use)
     return Scheduler(config, pool, disk)
 
@@ -244,7 +244,7 @@ def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load:
     with (
         limited(settings.model_loading_timeout, progress, waiting_s=waiting_s),
         measured_load() as phases,
-        told_of_compilation(lambda: announce("compiling")),
+        noticing_compilation(lambda: announce("compiling")),
     ):
         host = load_engine_host(located, limits, progress, load)
     seconds = time.monotonic() - begun_s

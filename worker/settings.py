@@ -18,8 +18,8 @@ from engine.settings import (
     DTYPES,
     KV_DTYPES,
     LAYERS_PER_GROUP,
-    OF_CHECKPOINTS,
     QUANTIZATIONS,
+    STORED_ENCODING,
     KVMemorySettings,
     require_known,
 )
@@ -85,8 +85,8 @@ class WorkerSettings(ModelSettings):
     )
     quantize: str = setting(
         "none",
-        f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)}, or {OF_CHECKPOINTS} for a checkpoint in it (CPU "
-        f"only); none: int8 for a W8A8 checkpoint, int4 for one in 4 bits, {OF_CHECKPOINTS} for one in that",
+        f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)}, or {STORED_ENCODING} for a checkpoint in it (CPU "
+        f"only); none: int8 for a W8A8 checkpoint, int4 for one in 4 bits, {STORED_ENCODING} for one in that",
         env=("QUANTIZE",),
     )
     tensor_parallel: str = setting(

@@ -120,7 +120,11 @@ class CudaStreams:
         if status:
             log.warning("memory cannot be pinned: KV is copied once more", num_bytes=memory.nbytes, cuda_error=status)
             return lambda: None
-        return lambda: self._call("cudaHostUnregister", memory.data_ptr())
+
+        def unpin() -> None:
+            self._call("cudaHostUnregister", memory.data_ptr())
+
+        return unpin
 
     def is_pinned(self, memory: Tensor) -> bool:
         return memory.is_pinned()

@@ -2,9 +2,9 @@
 
     enter ledger ──▶ load weights ──▶ take a share of what is left of the budget ──▶ allocate
 
-On CPU the system maps pages of the cache when they are first written, or shortly before (engine/kv/pages.py). A cache
-that is too large would only show under load, through the OOM killer. The ledger (engine/memory_ledger.py) therefore
-counts what each worker has been promised, not pages.
+On CPU the system maps pages of the cache when they are first written, or shortly before (engine/kv/page_commits.py). A
+cache that is too large would only show under load, through the OOM killer. The ledger (engine/memory_ledger.py)
+therefore counts what each worker has been promised, not pages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -14,7 +14,8 @@ from engine.compiled_code import compile_helpers, reported_code
 from engine.devices import find_device
 from engine.kv.cache import KVCache
 from engine.loading.graphs import graph_bytes, load_graphs
-from engine.loading.parts import (
+from engine.loading.resolve import freed_windows, kv_layout, resolve, why_eager
+from engine.loading.runner_parts import (
     assemble_runner,
     decoder_memory,
     enter_ledger,
@@ -24,7 +25,6 @@ from engine.loading.parts import (
     specs_of,
     weights_bytes,
 )
-from engine.loading.resolve import freed_windows, kv_layout, resolve, why_eager
 from engine.loading.step_memory import step_bytes
 from engine.loading.times import load_phase
 from engine.loading.weights import Progress

@@ -16,8 +16,8 @@ from engine.kernels.cpu.buffers import round_up
 from engine.kv.cache import KVCache
 from engine.kv.sharded_cache import AnyKVCache
 from engine.loading.graphs import can_capture
-from engine.loading.parts import assemble_runner, decoder_memory, load_packed, load_parameters
 from engine.loading.resolve import kv_layout, why_eager
+from engine.loading.runner_parts import assemble_runner, decoder_memory, load_packed, load_parameters
 from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.models.adapters import adapter_shapes, load_adapter

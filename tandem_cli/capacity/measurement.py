@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from decode_worker.settings import DecodeSettings
-from engine.compiled_code import told_of_compilation
+from engine.compiled_code import noticing_compilation
 from engine.cores import threads_born_on
 from engine.kernels.cpu.machine import knows_bf16
 from engine.kernels.cpu.threads.phases import PHASES, cycles_per_ms
@@ -131,7 +131,7 @@ class EngineSteps:
         graphs = graph_sizes(settings.cuda_graphs, workload.max_batch)
         limits = EngineLimits(max_batch_tokens, workload.max_batch, kv_tokens, graph_sizes=graphs)
         # Several ranks divide the process's cores.
-        with told_of_compilation(_tell), threads_born_on(tuple(os.sched_getaffinity(0))):
+        with noticing_compilation(_tell), threads_born_on(tuple(os.sched_getaffinity(0))):
             self._host: EngineHost = load_engine_host(settings, limits, load=load_runner_with_ranks)
             self._cores = tuple(os.sched_getaffinity(0))
         self._engine = self._host.engine()

@@ -11,8 +11,8 @@ from checkpoint.partition_manifest import Partition, read_partition, source_of
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
 from engine.loading.partition import write_partition
-from engine.loading.parts import load_packed
 from engine.loading.resolve import fitting_ranks, kv_layout, resolve, rounded_to, weights_digest, why_eager
+from engine.loading.runner_parts import load_packed
 from engine.models.model_config import ModelConfig
 from engine.models.share import rank_share, require_own_heads
 from engine.runner_settings import RunnerSettings

@@ -18,7 +18,7 @@ import structlog
 
 from engine.ranks.collectives import NoteStore
 from engine.ranks.messages import OnLost, plain_settings
-from engine.ranks.remote_messages import BlockCopy, StepMessage
+from engine.ranks.remote import BlockCopy, StepMessage
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Unauthenticated, WorkerBusy, WorkerLost
 from mesh.domain.host import join_host
@@ -41,7 +41,7 @@ _GREETING_S = 60.0  # within which a rank must say what it is; it reads headers 
 
 
 class RankListener(rank_pb2_grpc.RanksServicer):
-    """The ranks of `degrees` but the first. Implements engine.ranks.remote_messages.RemoteRanks.
+    """The ranks of `degrees` but the first. Implements engine.ranks.remote.RemoteRanks.
 
     The constructor binds the port. `on_leaving` is called on a thread once a rank has been asked to stop, `on_progress`
     when the loading of one makes progress. `local`: the processes of ranks on this machine, which are started here once

@@ -25,7 +25,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from engine.compiled_code import CodeCounts, code_counts, code_key, told_of_compilation, why_not_kept
+from engine.compiled_code import CodeCounts, code_counts, code_key, noticing_compilation, why_not_kept
 from engine.kernels.cpu import activations
 from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.compilation import code_cache, compiler
@@ -296,7 +296,7 @@ def lock_of(compiled: Any) -> Path:
 def test_code_that_another_process_compiles_is_awaited(cache_base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_cache, "_TOLD_AFTER_S", 0.1)
     told: list[str] = []
-    with told_of_compilation(lambda: told.append("compiles")):
+    with noticing_compilation(lambda: told.append("compiles")):
         assert (entry(double)(21), entry(double)(2.5)) == (42, 5.0)
     assert told == ["compiles"], "once"
     files = {file: file.read_bytes() for file in cache_base.glob("compiled-*/*.code")}
@@ -306,7 +306,7 @@ def test_code_that_another_process_compiles_is_awaited(cache_base: Path, monkeyp
     before = code_counts()
     with (
         ThreadPoolExecutor() as other,
-        told_of_compilation(lambda: told.append("again")),
+        noticing_compilation(lambda: told.append("again")),
         capture_logs() as logs,
     ):
         with held_by_another(compiled):

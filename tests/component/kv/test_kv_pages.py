@@ -12,7 +12,7 @@ import torch
 
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache
-from engine.kv.pages import PagesAhead
+from engine.kv.page_commits import PageCommitter
 from engine.memory import commit_pages
 from mesh.domain.kv import KVLayout
 from tests.waiting import until
@@ -39,7 +39,7 @@ async def test_blocks_are_committed_before_they_are_used() -> None:
     cache = KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
     if not commit_pages(cache.layer(0)[0, :1]):
         pytest.skip("this system commits no pages on demand")
-    pool = BlockPool(NUM_BLOCKS, on_first_use=PagesAhead(cache, AHEAD * LAYOUT.block_bytes).use)
+    pool = BlockPool(NUM_BLOCKS, on_first_use=PageCommitter(cache, AHEAD * LAYOUT.block_bytes).use)
     for count in (0, 200, 400):
         taken = pool.allocate(count) or []
         cache.tensor[:, :, taken] = 7.0
@@ -54,7 +54,7 @@ def test_blocks_are_used_where_no_thread_can_be_started(monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    pool = BlockPool(NUM_BLOCKS, on_first_use=PagesAhead(KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"))).use)
+    pool = BlockPool(NUM_BLOCKS, on_first_use=PageCommitter(KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"))).use)
     assert pool.allocate(NUM_BLOCKS) == list(range(NUM_BLOCKS))
 
 
@@ -62,7 +62,7 @@ def test_pages_that_are_not_committed_yet_keep_no_process() -> None:
     script = """
 import threading, torch
 from engine.kv.cache import KVCache
-from engine.kv.pages import PagesAhead
+from engine.kv.page_commits import PageCommitter
 from tests.component.kv.test_kv_pages import LAYOUT, NUM_BLOCKS
 
 begun = threading.Event()
@@ -72,7 +72,7 @@ class Hanging(KVCache):
         begun.set()
         threading.Event().wait()
 
-ahead = PagesAhead(Hanging(LAYOUT, NUM_BLOCKS, torch.device("cpu")))
+ahead = PageCommitter(Hanging(LAYOUT, NUM_BLOCKS, torch.device("cpu")))
 ahead.use(NUM_BLOCKS - 1)
 begun.wait()
 """
@@ -86,7 +86,7 @@ async def test_the_thread_and_the_cache_end_with_the_engine() -> None:
 
     before = threads()
     cache = KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
-    pool = BlockPool(NUM_BLOCKS, on_first_use=PagesAhead(cache).use)
+    pool = BlockPool(NUM_BLOCKS, on_first_use=PageCommitter(cache).use)
     pool.allocate(NUM_BLOCKS)
     assert len(threads() - before) == 1
     memory = weakref.ref(cache)

@@ -15,8 +15,7 @@ from torch import distributed
 from engine.kv.cache import KVCache
 from engine.model_runner import ModelRunner
 from engine.ranks.messages import OnLost
-from engine.ranks.remote import OwnMemoryRank, load_remote_runner
-from engine.ranks.remote_messages import BlockCopy, StepMessage
+from engine.ranks.remote import BlockCopy, OwnMemoryRank, StepMessage, load_remote_runner
 from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import Degrees, KVLayout
 from tests.component.arms import settings
@@ -24,7 +23,7 @@ from tests.waiting import LIMIT_S
 
 
 class ThreadRanks:
-    """The ranks from 1 on. Implements engine.ranks.remote_messages.RemoteRanks. `changes`: settings that they have and
+    """The ranks from 1 on. Implements engine.ranks.remote.RemoteRanks. `changes`: settings that they have and
     the leader has not.
     """
 

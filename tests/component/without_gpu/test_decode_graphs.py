@@ -17,8 +17,8 @@ from engine.decode_graphs import DecodeGraphs
 from engine.kv.cache import KVCache
 from engine.loading.graphs import capture_graphs
 from engine.loading.load_runner import draft_bytes, load_speculator
-from engine.loading.parts import assemble_runner, decoder_memory, load_parameters
 from engine.loading.resolve import kv_layout, resolve
+from engine.loading.runner_parts import assemble_runner, decoder_memory, load_parameters
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.model_config import ModelConfig

@@ -1,8 +1,8 @@
-"""Pages of the KV cache on CPU, which are there before blocks are first used.
+"""PageCommitter: has the system commit the memory pages of KV blocks on CPU before the blocks are first used.
 
 The system gives memory to a process page by page, at the first write to each, and clears it then: in 0.1 ms for a huge
-page, on a virtual machine in up to 6. Each layer has its keys and its values in a place of their own, so that a new
-block may be the first one in a hundred huge pages, and the step that writes to it would take 40 ms longer.
+page, on a virtual machine in up to 6. Keys and values of each layer lie apart, so the first write to a block may need a
+hundred new huge pages, which would add 40 ms to a step.
 """
 
 import threading
@@ -15,12 +15,12 @@ _AHEAD_BYTES = 32 << 20
 _Blocks = tuple[AnyKVCache, int, int]
 
 
-class PagesAhead:
-    """Has the pages of the blocks that will be used next committed, in a thread of its own, which ends with this
-    object. The process may end before all is committed.
+class PageCommitter:
+    """Commits the pages of the blocks that will be used next, in a thread that ends with this object. The process may
+    end before all are committed.
 
-    The thread has the priority of all others: while it holds the system's lock on the process's memory, they may have
-    to wait for it.
+    The thread keeps the normal priority, because others may wait for it: it holds the system's lock on the process's
+    memory.
     """
 
     def __init__(self, cache: AnyKVCache, ahead_bytes: int = _AHEAD_BYTES) -> None:

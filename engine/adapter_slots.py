@@ -25,7 +25,9 @@ _POLL_INTERVAL_S = 0.005
 _MAX_WAIT_S = 10.0
 """After it the router replays the request, here or elsewhere. Well below the time that it waits for a reservation."""
 _KEPT_CLOSED_S = 3.0
-"""An adapter that must leave stays closed so long once nobody waits for its slot: longer than a replay's backoff."""
+"""An adapter that must leave stays closed for this time after the last request for its slot has gone: longer than a
+replay's backoff.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +76,7 @@ class AdapterSlots:
         # Of the adapters in memory, the least recently used first. `forget` is the rule; weak references are for
         # sequences that end before they reach the engine.
         self._users: dict[str, WeakSet[SequenceState]] = {}
-        self._leaving = ""  # the digest of an adapter that nobody else may begin to use until `_reopens_s`
+        self._leaving = ""  # the digest of an adapter that takes no new sequences until `_reopens_s`
         self._reopens_s = 0.0
         self._line: list[_Waiting] = []
         self._changing = threading.Lock()
@@ -128,7 +130,7 @@ class AdapterSlots:
                 self._line = [waiting for waiting in self._line if not waiting.ready.cancelled()]
                 absent = next((waiting for waiting in self._line if waiting.digest not in self._users), None)
                 if absent is None and len(self._line) < num_before:
-                    self._reopens_s = 0.0  # nobody who is still there needs a slot
+                    self._reopens_s = 0.0  # no request in the line needs a slot
                 self._let_in()
             if absent is not None and self._read(absent):
                 continue
@@ -175,9 +177,9 @@ class AdapterSlots:
         return True
 
     def _take_slot(self) -> int | None:
-        """Take a free slot, or that of an adapter that no sequence uses. If all are in use, nobody else may begin to
-        use the least recently used one, also for a while after those in the line have given up: else a steady stream of
-        sequences would keep it in use, each time until a replay comes.
+        """Take a free slot, or that of an adapter that no sequence uses. If all are in use, the least recently used one
+        takes no new sequences, also for a while after those in the line have given up: else a steady stream of
+        sequences would keep it in use until each replay.
         """
         with self._changing:
             if self._free:

@@ -17,9 +17,9 @@ class ScheduledSequence:
     The last of them may be `drafts`: proposed tokens that follow the sequence's own. The step samples after each draft;
     a sampled token counts if all drafts before it were right (Leviathan et al. 2023).
 
-    `num_repeated`: so many tokens at the end will be computed once more, so a recurrent state, which cannot go back,
-    stays at the token before them. They are a prompt's last token, for the worker to which the sequence is handed over,
-    or for forks; or a sequence's last token and the drafts behind it, of which nobody knows yet how many are right.
+    `num_repeated`: the number of tokens at the end that will be computed once more. A recurrent state cannot go back,
+    so it stays at the token before them. They are a prompt's last token, which the worker that takes over the sequence,
+    or a fork, computes again; or a sequence's last token and its drafts, until it is known how many are right.
     """
 
     sequence: SequenceState
@@ -74,14 +74,12 @@ class ScheduledBatch:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens computed of prompts. Those of sequences that decode are no part of it, also where several are
-        computed again.
-        """
+        """Tokens of prompts. Sequences that decode do not count, even where they compute several tokens again."""
         return sum(item.num_tokens for item in self.items if item.num_tokens > 1 and not item.sequence.is_decoding)
 
     @property
     def num_decodes(self) -> int:
-        """Number of leading items with exactly one token: decodes, and prompts of which one token is left."""
+        """Number of leading items with exactly one token: decodes, and prompts with one token left."""
         return next((i for i, item in enumerate(self.items) if item.num_tokens > 1), len(self.items))
 
 

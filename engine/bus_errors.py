@@ -64,7 +64,7 @@ class _Handler:
         for path in paths:
             try:
                 status = path.stat()
-            except OSError:  # whoever opens the file says so
+            except OSError:  # opening the file raises it
                 continue
             state = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
             self._files.setdefault(str(path.absolute()), state)

@@ -2,8 +2,8 @@
 time.
 
 `engine/kernels/cpu/compilation/compiler.py` keeps the code. Code depends on versions and the CPU (`code_version`) and
-on the arithmetic of the model; neither sizes nor the number of ranks matter, which are values at run time. Nothing is
-kept for GPUs, where torch's own kernels run.
+on the arithmetic of the model, not on sizes and the number of ranks, which are values at run time. Nothing is kept for
+GPUs, where torch's own kernels run.
 """
 
 import time
@@ -109,8 +109,8 @@ def _decoder(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) ->
 
 
 def compile_helpers() -> None:
-    """Compile what threads on lent cores call, or load it from disk. They come while requests are served, which must
-    not wait for a compilation.
+    """Compile the functions that threads on lent cores call, or load them from disk. These threads start while requests
+    are served, which must not wait for a compilation.
     """
     [box] = mailboxes(1)
     follow(box)  # returns, since nothing is posted

@@ -49,8 +49,8 @@ class ComputeCores:
     """The cores that steps use: those of a worker without a partner. Called by the engine's thread only."""
 
     def begin_step(self, *, borrow: bool = True, has_prompt: bool = False) -> Cores:
-        """Record that a step begins. Returns the cores that it may use besides the worker's own: none if it does not
-        `borrow` any.
+        """Record that a step begins. Returns the cores that it may use in addition to the worker's own: none if it
+        does not `borrow` any.
         """
         return ()
 

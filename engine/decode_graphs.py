@@ -8,8 +8,8 @@ in the buffers, and tables are read as if sequences were as long as they may bec
 on the device.
 
 A step is replayed with the smallest captured number of sequences that holds it. If some of them have drafts to verify,
-all have rows for as many drafts as there may be. Further rows write to a spare block that no sequence has, and nobody
-reads what they compute. Steps with prompts or adapters are not captured, nor are logits and sampling. Several ranks
+all have rows for as many drafts as there may be. Padding rows write to a spare block that no sequence has; their
+results are not read. Steps with prompts or adapters are not captured, nor are logits and sampling. Several ranks
 capture and replay together: engine/ranks/graphs.py.
 """
 

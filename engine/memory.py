@@ -1,4 +1,4 @@
-"""Memory that a machine, a container or a GPU has, and what a process has taken of it."""
+"""The memory of a machine, a container or a GPU, and how much of it a process has taken."""
 
 import ctypes
 import mmap
@@ -144,8 +144,8 @@ def release_pages(mapped: Tensor) -> None:
 
 
 def commit_pages(memory: Tensor) -> bool:
-    """Let the system commit the pages of a tensor, whose values stay as they are, so that nobody waits for it at the
-    first write. Other threads may use the tensor. Returns False if this system cannot do so.
+    """Let the system commit the pages of a tensor, whose values do not change, so that the first write need not wait
+    for it. Other threads may use the tensor. Returns False if this system cannot do so.
     """
     if sys.platform != "linux":
         return False

@@ -1,6 +1,6 @@
-"""The ledger of this machine's memory: what each worker has of it, or is going to take.
+"""MemoryLedger: what the workers of a machine have of its memory, or are going to take.
 
-MemoryLedger is a folder with one file per worker. A worker holds a lock on its file as long as it lives. The system
+The ledger is a folder with one file per worker. A worker holds a lock on its file as long as it lives. The system
 releases the lock however the worker dies, which marks the entry as stale. All other operations run under one lock on
 the folder.
 """

@@ -32,7 +32,7 @@ class PromptPace:
         return max(_MIN_TOKENS, int((self._max_stretch - 1) * self._decode_s / self._token_s))
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step. Steps without decodes say nothing: nobody waited for their next token.
+        """Learn from a step. Steps without decodes do not count: no stream waited for its next token.
 
         `num_decodes` counts sequences of one token (ScheduledBatch.num_decodes): a prompt's last token, if it is alone
         in its step, counts as a decode. Its time is that of a decode, too.

@@ -40,8 +40,7 @@ class Runner(Protocol):
     """Executes batches. Plug point: ModelRunner, and fakes in tests."""
 
     def prepare(self, choices: Sequence[SequenceState]) -> "Sequence[Future[None]]":
-        """Start to prepare what the choices of a request need besides the model, on other threads: compiled grammars,
-        an adapter.
+        """Start to prepare, on other threads, the compiled grammars and the adapter that the choices of a request need.
 
         The futures fail with InvalidRequest, with ModelFailed if an adapter cannot be read, or with WorkerBusy. Called
         by any thread, before the sequences are added to the scheduler.
@@ -54,8 +53,8 @@ class Runner(Protocol):
         ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
-        """Set the cores that the next `begin` may use besides the worker's own. The engine's thread calls this before
-        every `begin`.
+        """Set the cores that the next `begin` may use in addition to the worker's own. The engine's thread calls this
+        before every `begin`.
 
         The cores may change from step to step. Threads that compute on them are started in
         `engine.cores.threads_born_on`.

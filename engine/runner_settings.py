@@ -13,13 +13,12 @@ from mesh.domain.kv import Degrees
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
     """Without `num_blocks` the KV cache gets this worker's share of the device's memory once the weights are loaded, at
-    most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's, and
-    `companion_bytes` what it takes besides on a GPU. `device`
-    "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, but fp32 on CPU where the compiled decoder
-    would have to round or cannot run. `layers_per_group`, `group_bytes`: see ModelRunner. `max_batch_tokens` limits the
-    steps of several ranks, which share their memory; with `max_sampled_rows` it says how much of a GPU a step takes. At
-    most `max_loaded_adapters` are in memory; 0: all. `keep_all_kv`: KV behind sliding windows is not freed.
-    `compile_all`: see CompiledDecoder.
+    most `max_blocks`. `companion_block_bytes` is the size of a block in the draft model's cache, `companion_bytes` the
+    other memory that the draft model takes on a GPU. `device` "auto" is CUDA if available; `dtype` "auto" is the
+    checkpoint's dtype, but fp32 on CPU where the compiled decoder would have to round or cannot run.
+    `layers_per_group`, `group_bytes`: see ModelRunner. `max_batch_tokens` limits the steps of several ranks, which
+    share their memory; with `max_sampled_rows` it says how much of a GPU a step takes. At most `max_loaded_adapters`
+    are in memory; 0: all. `keep_all_kv`: KV behind sliding windows is not freed. `compile_all`: see CompiledDecoder.
     """
 
     model_dir: Path

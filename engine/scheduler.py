@@ -2,8 +2,7 @@
 block pool has a clock, for the time to live of cached KV.
 
 A step is built, computed and sampled elsewhere: `schedule()` here -> `StepInputBuilder.build` (step_input.py) ->
-`ModelRunner` forward and sample (model_runner.py, sampling/) -> `update()` here. Which blocks a sequence holds is said
-in kv/block_tables.py.
+`ModelRunner` forward and sample (model_runner.py, sampling/) -> `update()` here. kv/block_tables.py allocates blocks.
 
 Life of a sequence here:
 
@@ -27,8 +26,8 @@ How a step spends its token budget:
 4. The remaining budget goes to chunks of unfinished prompts, oldest first, and then to waiting sequences
    (`_schedule_in_order`).
 
-With pipeline stages several batches are in flight, none of them with a sequence of another. The sequences are dealt out
-evenly: a batch has no more of them than its part, so that the stages have equal work.
+With pipeline stages several batches are in flight, which have no sequence in common. Sequences are spread evenly over
+batches, so that stages have equal work.
 
 Prompts that an encoder reads (`whole_prompts`) are never cut: such a prompt may exceed the budget if it comes first.
 """
@@ -193,23 +192,23 @@ class Scheduler:
     # -- planning ---------------------------------------------------------------------------------------------------
 
     def schedule(self, max_prompt_tokens: int | None = None) -> ScheduledBatch:
-        """Plan one step. The batch is empty if there is nothing to compute, or if as many as may be are in flight;
-        otherwise it is in flight until `update`.
+        """Plan one step. The batch is in flight until `update`. It is empty if there is nothing to compute, or if
+        `max_in_flight` batches are in flight.
 
-        `max_prompt_tokens` limits what prompts get beside decodes of sequences whose prompts were computed elsewhere.
-        Where there are none, nobody separates prefill from decode, and there is no such limit.
-        Sequences of batches in flight are not scheduled again.
+        `max_prompt_tokens` limits the tokens of prompts in a step that also decodes sequences whose prompts were
+        computed by another worker; other steps have no such limit. Sequences of batches in flight are not scheduled
+        again.
         """
         if len(self._in_flight) >= self.config.max_in_flight:
             return ScheduledBatch(())
-        room = self._part_of_sequences()
+        max_seqs = self._max_seqs_of_batch()
         running = [s for s in self._slots.values() if self._may_run(s)]
-        decodes = self._schedule_decodes(running, room)
-        room -= len(decodes)
-        budget = self._prompt_budget(decodes, max_prompt_tokens) if room else 0
-        unfinished = self._unfinished_prompts(running, budget, room)
-        chunks = self._schedule_beside(unfinished, budget, room - 1)
-        self._schedule_in_order(unfinished, chunks, budget, room)
+        decodes = self._schedule_decodes(running, max_seqs)
+        max_prompts = max_seqs - len(decodes)
+        budget = self._prompt_budget(decodes, max_prompt_tokens) if max_prompts else 0
+        unfinished = self._unfinished_prompts(running, budget, max_prompts)
+        chunks = self._schedule_beside(unfinished, budget, max_prompts - 1)
+        self._schedule_in_order(unfinished, chunks, budget, max_prompts)
         items = sorted((*decodes, *chunks), key=batch_order)
         if not items:
             return self.schedule(max_prompt_tokens) if self._give_up_youngest() else ScheduledBatch(())
@@ -218,8 +217,8 @@ class Scheduler:
         copies = self.tables.copies.begin_step(number, sequences)
         return ScheduledBatch(tuple(items), copies, number, self.tables.snapshots.take(items))
 
-    def _part_of_sequences(self) -> int:
-        """Most sequences of a batch, so that as many batches as may be in flight have about as many."""
+    def _max_seqs_of_batch(self) -> int:
+        """Limit on the sequences of a batch that spreads them evenly over `max_in_flight` batches."""
         num_running = sum(sequence.status is SequenceStatus.RUNNING for sequence in self._slots.values())
         total = min(num_running + len(self._waiting), self.config.max_num_seqs)
         return -(-total // self.config.max_in_flight)
@@ -227,9 +226,9 @@ class Scheduler:
     def _may_run(self, sequence: SequenceState) -> bool:
         return sequence.status is SequenceStatus.RUNNING and not self._in_flight.has(sequence)
 
-    def _schedule_decodes(self, running: list[SequenceState], room: int) -> list[ScheduledSequence]:
+    def _schedule_decodes(self, running: list[SequenceState], max_seqs: int) -> list[ScheduledSequence]:
         items: list[ScheduledSequence] = []
-        for sequence in [s for s in running if s.is_decoding][:room]:
+        for sequence in [s for s in running if s.is_decoding][:max_seqs]:
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence):
                 items.append(self._chunk(sequence, sequence.num_uncomputed_tokens))
         # Growing a later sequence never preempts an earlier one, so everything planned so far still runs.
@@ -240,40 +239,42 @@ class Scheduler:
         is_limited = max_prompt_tokens is not None and any(item.sequence.is_transferred for item in decodes)
         return min(budget, max_prompt_tokens or 0) if is_limited else budget
 
-    def _unfinished_prompts(self, running: list[SequenceState], budget: int, room: int) -> list[SequenceState]:
-        """Up to `room` running prompts that are not complete, oldest first. Without any, the oldest waiting one is
-        admitted."""
+    def _unfinished_prompts(self, running: list[SequenceState], budget: int, max_prompts: int) -> list[SequenceState]:
+        """Up to `max_prompts` running prompts that are not complete, oldest first. If there are none, admit the oldest
+        waiting one."""
         unfinished = [s for s in running if s.status is SequenceStatus.RUNNING and not s.is_decoding]
         if unfinished or budget <= 0:
-            return unfinished[:room]
+            return unfinished[:max_prompts]
         oldest = self._admit_oldest(budget, is_first=True)
         return [] if oldest is None else [oldest]
 
-    def _schedule_beside(self, unfinished: list[SequenceState], budget: int, room: int) -> list[ScheduledSequence]:
-        """Up to `room` prompts, in order, that fit completely beside `unfinished[0]`, the oldest, for which half of the
-        budget is left."""
+    def _schedule_beside(
+        self, unfinished: list[SequenceState], budget: int, max_prompts: int
+    ) -> list[ScheduledSequence]:
+        """Up to `max_prompts` prompts, in order, that fit completely beside `unfinished[0]`, the oldest, for which half
+        of the budget is left."""
         chunks: list[ScheduledSequence] = []
         if not unfinished or self.config.whole_prompts:
             return chunks
         remaining = budget - min(unfinished[0].num_uncomputed_tokens, budget - budget // 2)
         for sequence in (*unfinished[1:], *self._waiting.values()):
             is_running = sequence.status is SequenceStatus.RUNNING
-            if remaining == 0 or len(chunks) >= room or not (is_running or self._has_slot_for(sequence)):
+            if remaining == 0 or len(chunks) >= max_prompts or not (is_running or self._has_slot_for(sequence)):
                 break  # younger ones get no slot either
             if sequence.num_uncomputed_tokens <= remaining and (is_running or self._admit(sequence)):
                 remaining -= self._add_chunk(chunks, sequence, remaining)
         return chunks
 
     def _schedule_in_order(
-        self, unfinished: list[SequenceState], chunks: list[ScheduledSequence], budget: int, room: int
+        self, unfinished: list[SequenceState], chunks: list[ScheduledSequence], budget: int, max_prompts: int
     ) -> None:
-        """Add to `chunks`, up to `room`: what is left of the budget goes to the others of `unfinished`, in order, and
+        """Fill `chunks` up to `max_prompts`: the rest of the budget goes to the others of `unfinished`, in order, and
         then to waiting sequences."""
         budget -= sum(chunk.num_tokens for chunk in chunks)
         for sequence in unfinished:
-            if budget > 0 and len(chunks) < room and all(chunk.sequence is not sequence for chunk in chunks):
+            if budget > 0 and len(chunks) < max_prompts and all(chunk.sequence is not sequence for chunk in chunks):
                 budget -= self._add_chunk(chunks, sequence, budget)
-        while budget > 0 and len(chunks) < room:
+        while budget > 0 and len(chunks) < max_prompts:
             admitted = self._admit_oldest(budget, is_first=not chunks)
             if admitted is None:
                 break
@@ -288,8 +289,8 @@ class Scheduler:
         return num_tokens
 
     def _give_up_youngest(self) -> bool:
-        """Preempt the youngest sequence if all of them are prompts that need blocks behind their windows, and none are
-        going to be free: sequences that share blocks do not free them when one of them has passed. True if it did.
+        """Preempt the youngest sequence if all are prompts that wait for blocks of groups with windows, and no block is
+        going to be freed: sequences that share blocks keep them until the last one has passed. True if it did.
         """
         running = list(self._slots.values())
         is_stuck = bool(running) and all(self._may_run(sequence) for sequence in running)
@@ -393,7 +394,7 @@ class Scheduler:
 
     def _require_fits(self, sequence: SequenceState) -> None:
         max_tokens = self.tables.max_tokens(self.config.max_model_len)
-        # A sequence that is handed over needs no block for the KV of its first token.
+        # A sequence that is handed over needs no block for the token sampled here.
         needed = sequence.num_tokens + (not sequence.hand_over)
         if needed > max_tokens:
             raise TooLarge(

@@ -18,8 +18,8 @@ from mesh.domain.tokens import FinishReason, PromptLogprob, SequenceKey
 
 
 class BlockPayloads(dict[BlockHash, bytes]):
-    """KV of blocks, whole as `KVCache.read_blocks` gives it, by hash. Unlike those of a dict, its end can be noticed
-    (weakref.finalize): the memory is counted until then.
+    """KV of whole blocks as `KVCache.read_blocks` gives it, by hash. A class of its own, because weakref.finalize,
+    which ends the count of its memory, takes no dict.
     """
 
 
@@ -35,38 +35,29 @@ class SequenceStatus(Enum):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SequenceState:
-    """Mutable token state of one attempt of a request.
-
-    The KV of positions `[0, num_computed_tokens)` is in the cache, in the blocks of `block_table`. `block_hashes` are
-    the chained hashes of the leading full blocks that are published to the prefix cache, `known_hashes` those of all
-    blocks that were full when the sequence was first looked up there. With `hand_over`, another worker continues the
-    sequence after the first token sampled here. The last `num_drafted` tokens of `token_ids` are drafts, see
-    `with_draft`. `forks` are other choices of the same prompt that wait for its KV. `copies` are pairs of a block of
-    the original sequence and one of this one; the former is held until it has been copied. `from_disk` are blocks of
-    the prompt that memory lacked, until the sequence is admitted. `is_transferred`: another worker computed its prompt.
-    With a recurrent state, the first blocks of `block_table` hold that, see KVLayout. `snapshot_ends` are the positions
-    in the prompt at which a snapshot of it is still to be taken, `last_snapshot` is that of the last one taken or begun
-    from, and `saving` are blocks that the step in flight fills with one (kv/snapshots.py).
-    """
+    """Mutable token state of one attempt of a request."""
 
     spec: SequenceSpec
-    hand_over: bool = False
+    hand_over: bool = False  # another worker continues after the first token sampled here
+    is_transferred: bool = False  # another worker computed the prompt
     token_ids: list[int] = field(init=False)
+    num_drafted: int = 0  # tokens at the end of `token_ids` that are drafts, see `with_draft`
     status: SequenceStatus = SequenceStatus.WAITING
-    num_computed_tokens: int = 0
-    num_cached_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
-    block_hashes: list[BlockHash] = field(default_factory=list)
-    known_hashes: list[BlockHash] | None = None
+    num_computed_tokens: int = 0  # leading tokens with KV in the blocks of `block_table`
+    num_cached_tokens: int = 0  # leading tokens whose KV was there when it came
+    block_table: list[int] = field(default_factory=list)  # begins with the blocks of a recurrent state, see KVLayout
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of the leading blocks in the prefix cache, chained
+    known_hashes: list[BlockHash] | None = None  # of all blocks that were full when they were first looked up there
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
-    num_drafted: int = 0
-    forks: "list[SequenceState]" = field(default_factory=list)
+    forks: "list[SequenceState]" = field(default_factory=list)  # choices of the same prompt that wait for its KV
     copies: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs of blocks (source, target) that are not copied yet. The sequence holds the sources until then."""
     from_disk: BlockPayloads = field(default_factory=BlockPayloads)
-    is_transferred: bool = False
-    snapshot_ends: list[int] = field(default_factory=list)
-    last_snapshot: int = 0
-    saving: list[int] = field(default_factory=list)
+    """Blocks of the prompt that memory lacked, until the sequence is admitted."""
+    # Snapshots of a recurrent state (kv/snapshots.py):
+    snapshot_ends: list[int] = field(default_factory=list)  # positions in the prompt where one is still to be taken
+    last_snapshot: int = 0  # position of the last one that was taken, or from which the sequence began
+    saving: list[int] = field(default_factory=list)  # blocks that the step in flight fills with one
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)
@@ -109,12 +100,12 @@ class SequenceState:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens without KV; 1 while decoding, 2 after a token that is computed again."""
+        """Tokens without KV: 1 while decoding, or 2 where a token is computed again."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def is_decoding(self) -> bool:
-        """True if all that this engine was given is computed, but for its last token, and perhaps for sampled ones."""
+        """True if all tokens that the request came with are computed, except perhaps the last."""
         return self.num_computed_tokens >= len(self.spec.token_ids) - 1
 
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:

@@ -44,8 +44,8 @@ class SchedulerConfig:
 
     `max_in_flight` limits the batches that are computed at the same time, one in each pipeline stage.
 
-    `max_step_stretch` limits the seconds of a step with prompts to about so many times those of a step without, as
-    PromptPace estimates them; 0: no limit. It protects sequences whose prompts another worker has computed.
+    `max_step_stretch` limits the time of a step with prompts, as a multiple of the time of a step without them, as
+    PromptPace estimates both; 0: no limit. It protects sequences whose prompts another worker has computed.
 
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that requests may use.
@@ -112,8 +112,8 @@ class KVMemorySettings:
 
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
-    """Decode steps of so many sequences as in `sizes` are captured as CUDA graphs, for sequences of up to `max_tokens`
-    tokens; and steps that verify up to `max_drafts` drafts of each.
+    """CUDA graphs are captured for decode steps with these `sizes`, in sequences, of up to `max_tokens` tokens each;
+    and for steps that verify up to `max_drafts` drafts of each.
     """
 
     sizes: tuple[int, ...] = ()

@@ -24,8 +24,8 @@ import torch
 from engine.kv.cache import KVCache
 from engine.loading.resolve import kv_layout, resolve
 from engine.ranks.collectives import NoteStore
-from engine.ranks.messages import read_settings
-from engine.ranks.remote import BlockCopy, OwnMemoryRank, StepMessage, require_remote
+from engine.ranks.messages import BlockCopy, StepMessage, read_settings
+from engine.ranks.remote import OwnMemoryRank, require_remote
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import (
     ConfigurationError,

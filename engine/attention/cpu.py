@@ -44,8 +44,8 @@ def kernel_batch(
     rotations: KernelRotations = NO_ROTATIONS,
     parts: Sequence[tuple[int, int, int]] = (),
 ) -> Batch:
-    """The kernels' view of a step's metadata. parts: of blocks in which layers have their KV, as (group, part, parts of
-    a block), see engine/attention/views.py; () for whole blocks.
+    """The kernels' view of a step's metadata. parts: the parts of blocks that hold the KV of layers, as (group, part,
+    number of parts), see engine/attention/views.py; () for whole blocks.
     """
     tables = metadata.block_tables.numpy().astype(np.int64)
     slots = metadata.slot_mapping.numpy().reshape(-1, metadata.num_groups)

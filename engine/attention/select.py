@@ -78,7 +78,7 @@ def _in_words(reasons: dict[str, str | None]) -> str:
 
 
 def _other_settings(target: AttentionTarget) -> str:
-    """The settings to change where no backend runs, which only happens with KV in int8."""
+    """The settings to change if no backend can run, which only happens with KV in int8."""
     is_narrow = target.device.type == "cpu" and target.dtype != torch.float32
     return f": set kv_dtype to another type than int8{', or dtype to float32' if is_narrow else ''}"
 

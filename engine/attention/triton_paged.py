@@ -21,7 +21,7 @@ MIN_CAPABILITY = (8, 0)
 SPLIT_TOKENS = 256
 """Keys of one part of a decode. A constant, so that a token's result does not depend on the rest of the batch."""
 FEW_QUERIES = 16
-"""Chunks of up to so many queries, such as drafts with their token, are split over their keys like decodes."""
+"""Chunks of up to this many queries, such as drafts with their token, are split over their keys like decodes."""
 _MAX_PARTIALS = 2**24  # fp32 numbers (64 MiB) that the programs of one launch leave for `combine_splits`
 _SPLITS_AT_ONCE = 16
 _MAX_PROGRAMS = 4096

@@ -1,4 +1,5 @@
-"""How a layer sees the sequences of a step and the blocks of its KV, where it does not see them as other layers do.
+"""Views: the sequences of a step and the blocks of KV as a layer sees them, if it attends in chunks or has a part of
+each block.
 
 Layers that attend in chunks see each sequence from the chunk of its token on, as if nothing were before it: the tokens
 of a prompt that lie in several chunks are several sequences. The compiled loop has windows for them instead.
@@ -104,7 +105,7 @@ def _in_chunks(metadata: ForwardMetadata, chunk: int, block_size: int) -> Forwar
 
 
 def _pieces(prompt: Chunk, size: int) -> list[Chunk]:
-    """The queries of a prompt, apart by the chunk of attention, of `size` tokens, that they are in."""
+    """Cut the queries of a prompt at the ends of attention's chunks of `size` tokens."""
     pieces, first = [], prompt.first_position
     while first < prompt.context_len:
         end = min((first // size + 1) * size, prompt.context_len)

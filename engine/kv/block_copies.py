@@ -192,8 +192,8 @@ class BlockCopies:
 
     @contextmanager
     def landing(self, units: Tensor, block_ids: Sequence[int]) -> Iterator[Bytes]:
-        """Host memory for a payload of these blocks. When the context ends, what it holds is in the blocks; after an
-        error the blocks are as before.
+        """Host memory for a payload of these blocks. When the context ends, its content has been copied to the
+        blocks; after an error the blocks are unchanged.
         """
         num_bytes = len(block_ids) * (units.numel() // units.shape[2])
         words, lane = _as_words(units), self._lane(len(block_ids), num_bytes)

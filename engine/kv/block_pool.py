@@ -45,8 +45,8 @@ class BlockPool:
     A snapshot is several blocks with a recurrent state, under the hash of the block at whose end the sequence had it.
     They are cached together, and leave together, at the latest with that block.
 
-    `on_evict` is called with a block and its hash before the block is used anew, if somebody may want its content; for
-    a snapshot with each block and its hash of `state_block_hashes`.
+    `on_evict` is called with a block and its hash before the block is used anew, unless its content is worth nothing;
+    for a snapshot with each block and its hash of `state_block_hashes`.
     `on_first_use` is called with each block that is allocated for the first time, in ascending order.
     `clock` measures times to live, in seconds.
     """
@@ -153,8 +153,8 @@ class BlockPool:
     def _forget_snapshot(
         self, block_hash: BlockHash, taken: int | None = None, *, is_worth_keeping: bool = False
     ) -> None:
-        """Make the blocks of a snapshot blank, if there is one, but for one that is `taken` already. Nobody holds them:
-        whoever does holds the block with this hash, too.
+        """Make the blocks of the snapshot, if there is one, blank, except one that is `taken` already. None is held: a
+        holder of the snapshot would hold the block with this hash, too.
         """
         blocks = self._snapshots.pop(block_hash, ())
         if self._on_evict is not None and is_worth_keeping:
@@ -189,12 +189,12 @@ class BlockPool:
             self.log.add(state_hash(block_hash), evicted=False)
 
     def drop_snapshot(self, block_hash: BlockHash) -> None:
-        """Give up a snapshot, unless somebody holds it."""
+        """Give up a snapshot, unless it is held."""
         if all(self._references[block_id] == 0 for block_id in self.snapshot(block_hash)):
             self._forget_snapshot(block_hash)
 
     def demote_snapshot(self, block_hash: BlockHash, tenant: str, conversation: str) -> None:
-        """Let a snapshot go before all else, if only this conversation used it, without hints, and none holds it."""
+        """Evict a snapshot before all others, if it is not held, and only this conversation used it, without hints."""
         blocks = self.snapshot(block_hash)
         is_own = all(self._unhinted.get(each) == conversation and each not in self._hinted for each in blocks)
         if is_own and all(self._references[each] == 0 for each in blocks):
@@ -233,7 +233,7 @@ class BlockPool:
             self._cached.add(cached, worth)
 
     def _note_worth(self, block_id: int, worth: Worth) -> Worth:
-        """The worth of a block, now that a sequence to which it has `worth` has left it."""
+        """Record that a sequence to which the block has `worth` has released it; returns its worth from now on."""
         old = self._hinted.get(block_id)
         if old is None:
             conversation = self._unhinted.get(block_id)

@@ -76,7 +76,7 @@ class PrefixCache:
         return next_hash(parent, sequence.token_ids[position * size : (position + 1) * size])
 
     def _scope(self, sequence: SequenceState) -> tuple[str, list[int]]:
-        """KV scope and, for encoders, prompt that the hashes cover besides the preceding tokens: see `root_hash`."""
+        """The KV scope and, for encoders, the prompt, which hashes cover in addition to tokens: see `root_hash`."""
         whole_prompt = sequence.token_ids[: sequence.num_prompt_tokens] if self.whole_prompts else []
         return sequence.spec.kv_scope, whole_prompt
 

@@ -32,8 +32,8 @@ class EvictedBlocks(Protocol):
     """Where evicted blocks are kept. Plug point: engine.kv.disk.DiskCache, and fakes in tests."""
 
     def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
-        """Start to read blocks that `BlockTables.missing` names: those up to the first one that is not there, and
-        without which later ones are worth nothing. Any thread may call it.
+        """Start to read blocks that `BlockTables.missing` names, up to the first absent one without which later blocks
+        are of no use. Any thread may call it.
         """
         ...
 
@@ -50,8 +50,8 @@ class BlockTables:
     """The block tables of one scheduler. `evicted` keeps the blocks that the pool evicts, if anything does. `windows`,
     `copies` and `snapshots` are also told what a step computes.
 
-    `admit` and `reserve` return False, and change nothing, if too few blocks would be left for the running sequences
-    `beside` to grow into, so that a newcomer is not preempted at once, and for `next_in_line`, which waits for longer.
+    `admit` and `reserve` return False, and change nothing, if too few blocks would stay free for the running sequences
+    `beside`, which will grow and would preempt the newcomer, and for `next_in_line`, which has waited for longer.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None) -> None:
@@ -72,8 +72,8 @@ class BlockTables:
         return self._groups.max_tokens_in(num_blocks, self.windows.step_tokens, max_model_len)
 
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here; with groups,
-        those of all groups of each position. b"" for blocks that are here.
+        """Hashes of the sequence's reusable blocks, from the first one that is not in memory on; with groups, those of
+        all groups at each position. b"" stands for a block that is in memory.
         """
         hashes = self._prefixes.reusable(sequence)
         if self._state_blocks:
@@ -134,14 +134,15 @@ class BlockTables:
         snapshot: Sequence[int] = (),
         last_seen: int | None = None,
     ) -> bool:
-        """Give a sequence the blocks `matched` by `hashes`, of which those that are None come from disk, and new ones
-        for the rest of its tokens. False, and no change, if fewer than `watermark` would be left. Its state begins as
-        the one in `snapshot`. `last_seen`: the token whose window counts, see `Windows.match`.
+        """Give a sequence its block table: the blocks `matched` by `hashes`, in which None stands for a block on disk,
+        then new ones for the rest of its tokens. Returns False, and changes nothing, if fewer than `watermark` blocks
+        would stay free. The recurrent state begins as a copy of `snapshot`. `last_seen`: see `token` of
+        `Windows.match`.
         """
         num_tokens, states = sequence.num_tokens, self._state_blocks
         num_reused = len(matched) // self._groups.count
         num_cached_tokens = num_reused * self._groups.block_size
-        needs_block = self.windows.wanted(num_tokens, num_reused, last_seen)[len(matched) :]
+        needs_block = self.windows.needs_block(num_tokens, num_reused, last_seen)[len(matched) :]
         cached = [block_id for block_id in matched if block_id is not None]
         num_new = states + matched.count(None) + sum(needs_block)
         if last_seen is None:

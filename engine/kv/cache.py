@@ -48,8 +48,8 @@ class KVCache:
 
     The cache starts as zeros: masked attention multiplies stale values by 0, so they must not be NaN or infinite. For
     the same reason blocks are cleared after a step that wrote NaN or infinity into them. `memory`: zeros that several
-    processes see; by default the cache allocates its own. `num_spare` blocks follow the others; nobody can read or
-    write them but the model. `parts`: of each layer in the blocks of each group, by default whole blocks.
+    processes see; by default the cache allocates its own. `num_spare` blocks follow the others; only the model reads
+    and writes them. `parts`: of each layer in the blocks of each group, by default whole blocks.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class KVCache:
         self._layers = list(self._tensor.unbind(0))
         self._parts = parts or [[BlockParts(1, heads, layout.head_dim)] * layers] * layout.groups.count
         self.clears_new = layout.state_blocks > 0 or (layout.dtype == "int8" and any(of != parts[0] for of in parts))
-        """True if blocks are cleared before they are written, because what they last held may read as NaN: a state, or
-        in int8 KV of layers whose heads have another size, with numbers where these layers have scales."""
+        """True if blocks are cleared before they are written, because their old content may read as NaN: a state, or,
+        in int8, KV of layers with heads of another size, which have numbers where these layers have scales."""
         if not self._tensor.is_cuda:
             prepare()
         # [layers, planes, num_blocks + num_spare, units, heads, bytes of a unit]

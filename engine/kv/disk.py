@@ -140,7 +140,7 @@ class BlockFiles:
             self.trim(room=max(self._file_bytes, int(self._max_bytes * (1 - _TRIM_TO) / 2)))
         path = self._path(block_hash)
         part = path.with_name(f"{path.name}.{self._writer}")
-        self._folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the root
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # the root may have been emptied
         try:
             with part.open("wb", buffering=0) as file:
                 os.writev(file.fileno(), (_digest(block_hash, payload), payload))

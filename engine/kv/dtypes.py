@@ -31,5 +31,5 @@ def pair_as_stored(keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Te
 
 
 def as_bytes(numbers: Tensor) -> Tensor:
-    """fp8 as bytes, which torch and Triton move on every device; other types as they are."""
+    """fp8 as bytes, which torch and Triton move on every device; numbers of other types unchanged."""
     return numbers.view(torch.uint8) if numbers.dtype == FP8 else numbers

@@ -20,8 +20,8 @@ _Blocks = OrderedDict[int, None]
 
 
 class Worth(NamedTuple):
-    """The worth of a block to the tenant and conversation whose hint counts for it. Its priority holds until `until_s`;
-    what others have said counts `then`, and without that the block is worth nothing any more.
+    """The worth of a block to the tenant and conversation whose hint counts for it. The priority holds until `until_s`;
+    after that the block has the worth `then`, from a hint of others, or none.
     """
 
     tenant: str = ""
@@ -70,7 +70,7 @@ def _without(conversation: str, worth: Worth) -> Worth | None:
 
 
 class EvictionQueue:
-    """Cached blocks that nobody holds. `num_blocks`: of the whole pool, which tenants share."""
+    """Cached blocks without a holder. `num_blocks`: the size of the whole pool, which tenants share."""
 
     def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
         self._num_blocks = num_blocks

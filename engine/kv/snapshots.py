@@ -9,9 +9,10 @@ belong to the prefix cache. A later prompt shares the blocks of tokens up to the
     a branch            the end of cached blocks without a snapshot: where two prompts have parted, a third one may
     in an answer        which the next turn repeats, if the prompt was computed here, too; the last one only
 
-A snapshot takes memory for many tokens, so it must save a part of so many. Evicted ones may be kept on disk
-(disk.py), and come back into the prefix cache together with the blocks of tokens before them. (Radix attention over
-Mamba's states in SGLang, 2025, takes snapshots at branches; vLLM's "align" mode at the ends of prompts.)
+A snapshot takes as much memory as many tokens do, so it is only taken where it saves a part of as many. Evicted ones
+may be kept on disk (disk.py), and come back into the prefix cache together with the blocks of tokens before them.
+(Radix attention over Mamba's states in SGLang, 2025, takes snapshots at branches; vLLM's "align" mode at the ends of
+prompts.)
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -45,13 +46,16 @@ class Snapshots:
         return next((n for n in range(len(hashes), 0, -1) if self._pool.snapshot(hashes[n - 1])), 0)
 
     def missing(self, hashes: list[BlockHash]) -> list[BlockHash]:
-        """Hashes of the blocks behind the last snapshot that is here: one that saves more may end at any of them."""
+        """Hashes of the blocks behind the last snapshot in memory: a snapshot on disk that saves more ends at one of
+        them.
+        """
         first = self.find(hashes[: len(self._pool.match(hashes))])
         return hashes[first:] if (len(hashes) - first) * self._block_size >= self._gap else []
 
     def restore(self, sequence: SequenceState, hashes: Sequence[BlockHash], fill: Fill) -> None:
-        """Put what came from disk for this sequence, whose blocks have `hashes`, into the prefix cache, once there is
-        room; `fill` copies it into blocks. It is worth nothing if blocks that memory had then have gone since.
+        """Put the snapshot and blocks that came from disk for this sequence into the prefix cache, once blocks are
+        free; `hashes` are those of the sequence's blocks, `fill` copies payloads. They are dropped if blocks before
+        them have been evicted since they were read.
         """
         kept, pool = sequence.from_disk, self._pool
         end = next((n for n in range(len(hashes), 0, -1) if state_block_hashes(hashes[n - 1], 1)[0] in kept), 0)
@@ -89,7 +93,7 @@ class Snapshots:
                 last = end
 
     def tokens_until(self, sequence: SequenceState, num_tokens: int) -> int:
-        """So many of the next `num_tokens` tokens may be computed in one step."""
+        """How many of the next `num_tokens` tokens one step may compute, so that it ends where a snapshot is due."""
         start = sequence.num_computed_tokens
         return next((min(num_tokens, end - start) for end in sequence.snapshot_ends if end > start), num_tokens)
 

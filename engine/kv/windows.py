@@ -5,9 +5,9 @@
     a chunk       needs blocks for its own tokens, too, as far as they are free: `fill`
     computed      blocks that the next token does not see are freed: `free_behind`. They stay findable, as all are
 
-Entries of the table without a block are NO_BLOCK, which this class holds for ever: so a table is held and freed whole.
-Admission leaves free what prompts will still need in their chunks (`num_promised`). Without windows a sequence holds
-all of its blocks, and all of this comes to nothing.
+Table entries without a block are NO_BLOCK, which this class holds for ever, so that a table can be held and freed as a
+whole. Admission leaves free what prompts will still need for their chunks (`num_promised`). Without windows a sequence
+holds all of its blocks, and these methods do nothing.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -58,7 +58,7 @@ class Windows:
     def _longest(
         self, hashes: Sequence[BlockHash], length: int, token: int | None, on_disk: Collection[BlockHash]
     ) -> int:
-        """The most leading positions, of at most `length`, of which groups with a window have what the token sees."""
+        """The most leading positions, up to `length`, at which all blocks that the token sees are there."""
         present: set[BlockHash] = set()
         while (missing := self._first_missing(hashes, length, token, on_disk, present)) is not None:
             length = missing  # whatever is longer sees this position, too
@@ -85,42 +85,42 @@ class Windows:
         return None
 
     def _first_visible(self, num_positions: int, token: int | None) -> list[int]:
-        """The first position in each group that the token sees. None: the token behind so many positions."""
+        """The first position in each group that the token sees. None: the token behind `num_positions` positions."""
         groups = self._groups
         token = num_positions * groups.block_size if token is None else token
         return [groups.first_visible(group, token) for group in range(groups.count)]
 
-    def wanted(self, num_tokens: int, num_reused: int, token: int | None) -> list[bool]:
-        """True for each entry of the table of a prompt that is to have a block once the prompt is admitted: its last
-        token sees it, or the one that is computed next, behind `num_reused` positions (`token`: see `match`).
+    def needs_block(self, num_tokens: int, num_reused: int, token: int | None) -> list[bool]:
+        """For each entry of a prompt's table: True if it needs a block at admission, because the last token sees it, or
+        the token that is computed next, behind `num_reused` positions (`token`: see `match`).
         """
         groups, num_positions = self._groups, self._groups.num_positions(num_tokens)
         if not self._windowed_groups:
             return [True] * num_positions
-        wanted = [False] * (num_positions * groups.count)
+        needed = [False] * (num_positions * groups.count)
         for group, next_first in enumerate(self._first_visible(num_reused, token)):
             last_first = groups.first_visible(group, num_tokens - 1)
             for first, end in ((next_first, num_reused), (last_first, num_positions)):
                 seen = slice(first * groups.count + group, end * groups.count, groups.count)
-                wanted[seen] = [True] * max(0, end - first)
-        return wanted
+                needed[seen] = [True] * max(0, end - first)
+        return needed
 
     def num_passing(self, num_tokens: int, num_computed: int) -> int:
-        """Blocks that a prompt may need besides, until it is computed."""
+        """Additional blocks that a prompt may need for its chunks, until it is computed."""
         return sum(
             self._groups.num_passing(group, num_tokens, num_computed, self.step_tokens)
             for group in self._windowed_groups
         )
 
     def num_promised(self, sequences: Iterable[SequenceState]) -> int:
-        """Blocks that those of these sequences that are computed here may need besides."""
+        """Additional blocks that the prompts among `sequences` may need for their chunks."""
         if not self._windowed_groups:
             return 0
         prompts = (s for s in sequences if s.status is SequenceStatus.RUNNING and not s.is_decoding)
         return sum(self.num_passing(prompt.num_tokens, prompt.num_computed_tokens) for prompt in prompts)
 
     def fill(self, sequence: SequenceState, num_tokens: int) -> int:
-        """Allocate blocks for the next `num_tokens` tokens of a prompt. Returns for how many of them there are some."""
+        """Allocate blocks for the next `num_tokens` tokens of a prompt. Returns how many tokens have blocks."""
         if not self._windowed_groups:
             return num_tokens
         groups, start, table = self._groups, sequence.num_computed_tokens, sequence.block_table

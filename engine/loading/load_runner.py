@@ -132,7 +132,7 @@ def draft_block_bytes(speculation: Speculation, settings: RunnerSettings) -> int
 
 
 def draft_bytes(speculation: Speculation, settings: RunnerSettings) -> int:
-    """Memory of a GPU that the draft model takes besides its KV, for weights and graphs; 0 without one. On CPU 0, where
+    """Memory of a GPU that the draft model takes for weights and graphs; 0 without a draft model, and on CPU, where
     free memory is shared with everything else anyway. Raises ConfigurationError.
     """
     draft = _draft_settings(speculation, settings)

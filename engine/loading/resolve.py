@@ -67,8 +67,8 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
 
 
 def fitting_ranks(settings: RunnerSettings, devices: str = "cpu") -> int:
-    """The most ranks of a stage that are of use. On GPUs, of which `devices` names some or the first: one for each, as
-    far as the model allows. On CPU: up to `settings.tensor_parallel`, and 1 if the decoder is not compiled. A
+    """The largest useful number of ranks in a stage. On GPUs, which `devices` lists or names the first of: one for
+    each, as far as the model allows. On CPU: up to `settings.tensor_parallel`, and 1 if the decoder is not compiled. A
     partitioned model has the ranks that it was partitioned for. Raises ConfigurationError.
     """
     if (partition := read_partition(settings.model_dir)) is not None:

@@ -201,8 +201,8 @@ def enter_ledger(settings: RunnerSettings, config: AnyConfig, later_bytes: int =
 def weights_bytes(
     settings: RunnerSettings, specs: Sequence[ParameterSpec], config: AnyConfig, *, is_packed: bool = False
 ) -> int:
-    """Memory of the parts that are held, but for scales of outputs. `is_packed`: for the compiled decoder, which has a
-    tied output matrix beside the embedding.
+    """Memory of the parameters that are held, without scales of outputs. `is_packed`: for the compiled decoder, which
+    stores a tied output matrix in addition to the embedding.
     """
     encoding = settings.encoding
     target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype), encoding, is_packed)

@@ -1,4 +1,4 @@
-"""Memory of a GPU that steps need besides weights and KV: it is subtracted before the KV cache is sized."""
+"""Memory of a GPU for the activations of steps, which is subtracted before the KV cache is sized."""
 
 import torch
 

@@ -1,5 +1,5 @@
-"""The tensors and quantised modules that a checkpoint has for a model, and if the compiled decoder can take these as
-they are. Reads headers only.
+"""The tensors and quantised modules that a checkpoint has for a model, and whether the compiled decoder can multiply
+them without conversion. Reads headers only.
 """
 
 from collections.abc import Iterable, Mapping
@@ -73,8 +73,8 @@ def _member(whole: StoredTensor, name: str, stack: Stack, shape: tuple[int, ...]
 def _member_scales(
     whole: StoredTensor, name: str, stack: Stack, num_rows: int, matrices: tuple[int, ...]
 ) -> StoredTensor:
-    """The scales of a member's `num_rows` rows: one, one for each row, or some for each block of rows. They lie as the
-    stacked `matrices` of this shape do; those of single rows may do otherwise.
+    """The scales of a member's `num_rows` rows: one, one for each row, or some for each block of rows. They are
+    transposed if the stacked `matrices` of this shape are; scales of single rows may not be.
     """
     members, all_rows, _ = stack.shape
     own = (*whole.shape[1:], 1, 1)[:2]
@@ -153,8 +153,8 @@ def stored_in_fp8(model_dir: Path, specs: list[ParameterSpec]) -> StoredMatrices
 def fp8_of(
     specs: Iterable[ParameterSpec], stored: Mapping[str, StoredTensor], modules: Mapping[str, QuantizedModule]
 ) -> StoredMatrices | None:
-    """None unless a checkpoint stores matrices of its layers in fp8 as the compiled decoder multiplies them. Each other
-    one keeps its type, or is in fp32.
+    """How to multiply the matrices of a checkpoint in fp8; None unless some matrices of layers are in fp8 as the
+    compiled decoder multiplies them. Others keep their type, or are in fp32.
     """
     forms: dict[str, Forms] = {}
     for spec in specs:
@@ -185,8 +185,8 @@ def rounded_beside_int8(specs: Iterable[ParameterSpec], modules: Mapping[str, Qu
 
 
 def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> StoredMatrices | None:
-    """None unless a checkpoint stores matrices of its layers in 4 bits as the compiled decoder multiplies them, and the
-    others in 8 bits or more.
+    """How to multiply the matrices of a checkpoint in int4; None unless matrices of layers are in 4 bits as the
+    compiled decoder multiplies them, and the others in 8 bits or more.
     """
     matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
     if any(spec.unit_rows or spec.offset for spec in matrices):

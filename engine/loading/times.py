@@ -8,7 +8,7 @@ ranks    rank 0 waits until the other ranks have started and loaded their shares
 kv       memory for KV is counted and allocated
 build    the decoder is built on its cache: layouts of the eager decoder, compiled loops
 
-Phases do not contain each other. The functions that load a model are spread over a dozen modules, so the clock is a
+Phases do not overlap. The functions that load a model are spread over a dozen modules, so the clock is a
 context variable rather than an argument of all of them.
 """
 

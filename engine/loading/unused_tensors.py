@@ -1,4 +1,6 @@
-"""Tensors of a checkpoint that the model does not use: one line of the log, or an error if answers would be wrong."""
+"""Reports tensors of a checkpoint that the model does not use: in one log line, or as an error if answers would be
+wrong.
+"""
 
 import re
 from collections import Counter

@@ -1,7 +1,7 @@
 """Loading of weights: memory-mapped safetensors become merged parameters.
 
 Every parameter is allocated once and filled from the map when the model takes it. Matrices are converted to their
-encoding one by one, and pages of the map are given back, so besides the model itself only the page cache grows.
+encoding one by one, and pages of the map are given back, so only the page cache grows, apart from the model itself.
 Quantised matrices (engine/quantized_formats) are dequantised on the way; for products in int8, fp8 and int4, those in
 int8, fp8 and int4 are taken as they are.
 Checkpoint tensors that the model does not use are listed in the log, and refused if they are biases.

@@ -45,12 +45,13 @@ from engine.sampling.row_math import Logits, RowMath
 from mesh.domain.host import Cores
 
 _LEAST_LEFT = 16
-"""Rows that are left behind the last layer that writes KV, at least: another run of the loop takes time, too."""
+"""The fewest rows that are worth leaving after the last layer that writes KV: another run of the loop takes time, too.
+"""
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows of a step that go through layers together, and the arguments for so many threads."""
+    """Rows of a step that go through layers together, and the kernels' arguments for `num_threads` threads."""
 
     batch: Batch
     states: StateSteps
@@ -158,7 +159,7 @@ class CompiledDecoder:
             self._memory.put_results(len(batch.slots), results)
 
     def _result_rows(self, metadata: ForwardMetadata) -> Int64s | None:
-        """The rows that go on behind the last layer that writes KV; None: all."""
+        """The rows that go through the layers after the last one that writes KV; None: all."""
         rows = metadata.result_rows
         has_halves = self._ranks.degrees.num_ranks == 1 and not self._model.latent.rank
         if rows is None or not has_halves or len(metadata.positions) - len(rows) < _LEAST_LEFT:
@@ -166,7 +167,9 @@ class CompiledDecoder:
         return rows.numpy()
 
     def _leave_others(self, rows: "_Rows", results: Int64s) -> "_Rows":
-        """The rows that go on. All of them if one has KV that is not finite, which their results must show."""
+        """The `results` of `rows`, which go through the remaining layers. All rows do if KV is not finite, because
+        their hidden states must show that.
+        """
         if not self._memory.is_finite(len(rows.batch.slots), self._written // 2, self._largest_kv):
             return rows
         self._memory.take_results(len(rows.batch.slots), results)
@@ -197,7 +200,7 @@ class CompiledDecoder:
         self._unlinked = []
 
     def _row_shares(self, batch: Batch, states: StateSteps) -> list[RowCut]:
-        """The shares in which the rows of a step are computed: one, of which threads share out the columns, or some."""
+        """The shares in which the rows of a step are computed. In a single share, threads divide the columns."""
         if self._ranks.degrees.num_ranks > 1 or self._model.experts.num_experts or self._model.latent.rank:
             count = 1
         elif max(states.num_repeated, default=0) > 1:

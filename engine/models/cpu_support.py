@@ -44,7 +44,7 @@ KERNEL_SCORINGS: Mapping[str, int] = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "s
 
 
 def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) -> str | None:
-    """The reason why the loop cannot run this model in so many ranks, or None if it can."""
+    """The reason why the loop cannot run this model in `num_ranks` ranks, or None if it can."""
     if (missing := why_no_loops()) is not None:
         return missing
     if (recurrent := config.recurrent) is not None:

@@ -26,7 +26,7 @@ from engine.models.encodings import LinearParameters
 from mesh.domain.kv import Span
 
 FEW_ROWS = 256
-"""Steps of up to so many rows are computed by the kernels, and those that are captured."""
+"""The kernels compute steps of up to this many rows, and those that are captured."""
 _COLUMNS = 64
 _STEP_BYTES = 128  # of a row or an output, read at once
 _CHOICES_AT_ONCE = 1024

@@ -86,7 +86,7 @@ def model_constants(
 
 
 def head_shapes(config: ModelConfig, cache: KVCache, layers: Sequence[int]) -> list[HeadShape]:
-    """The heads of each of these layers, those of which the cache has the KV."""
+    """The heads of each of these layers whose KV this cache has."""
     if config.mixed is None:
         heads = attention_shape(config).shard(cache.span.heads)
         return [head_shape(heads, cache.layer(cache.span.layers.first))] * len(layers)
@@ -160,8 +160,8 @@ def _family(config: ModelConfig) -> Family:
 
 
 def _first_matrices(config: ModelConfig, layers: Sequence[int]) -> Int64s:
-    """The number of each layer's `qkv`, of the first matrix of its recurrence, and of the first behind these two. They
-    are not read in layers without such a part.
+    """The number of each layer's `qkv`, of the first matrix of its recurrence, and of the first one after both. Numbers
+    of parts that a layer does not have are not read.
     """
     firsts, number = [], 0
     for layer in layers:

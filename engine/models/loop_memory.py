@@ -1,7 +1,7 @@
-"""LoopMemory: what the loop of the compiled decoder computes in, and the arguments of its kernels, which lie there.
+"""LoopMemory: the buffers of the compiled decoder's loop, and its kernels' arguments, which point to them.
 
-In steps of as many tokens and threads as the step before, as decode steps mostly are, nothing has moved: the arguments
-of the last step are used again, except for its batch.
+If a step has as many tokens and threads as the one before, as most decode steps do, no buffer has moved, and only the
+batch of the arguments changes.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ from engine.models.share import rank_share
 AMX_OPERANDS = (np.uint8, np.int16)
 """Types of the left operand whose products use AMX: int8, and bf16 rounded to it."""
 _RESULTS = "result_"
-"""Before the names of buffers of what result rows (result_rows.py) take along."""
+"""Prefix of the names of buffers that hold result rows (result_rows.py)."""
 _NO_AMX: Bytes = np.empty(0, np.uint8)
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
 _NO_CHOICES, _NO_NUMBERS = np.empty((0, 0), np.int64), _NO_ROWS.reshape(0)
@@ -61,7 +61,7 @@ _NO_LATENT_ROWS = LatentRows(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, step=0, quer
 
 
 class _StepSize(NamedTuple):
-    """All that the places of a step's memory depend on."""
+    """Everything that the layout of a step's memory depends on."""
 
     num_tokens: int
     num_threads: int
@@ -72,7 +72,7 @@ class _StepSize(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Arguments of each thread that steps of the same size have in common, and what they were made for."""
+    """The arguments of each thread that steps of the same size share, and the size and buffers they were made for."""
 
     made_for: object
     arguments: list[tuple[Stored, ...]]
@@ -145,7 +145,7 @@ class LoopMemory:
         return self._output.arguments
 
     def output_rows(self, num_rows: int) -> OutputRows:
-        """Where the rows and their logits are, for so many rows."""
+        """The places of `num_rows` rows and their logits."""
         config, buffers, (made_for, rows) = self._config, self._ranks.buffers, self._rows
         if rows is None or made_for != (num_rows, buffers.version):
             width = round_up(config.vocab_size, PANEL)

@@ -72,7 +72,7 @@ class LoopThreads:
         return self._num_own + len(self._lent)
 
     def use(self, lent: Cores) -> None:
-        """Set the lent cores of the next runs, but for those on which no thread can be started."""
+        """Set the lent cores of the next runs, without those on which no thread can be started."""
         self._lent = tuple(filter(self._can_use, lent)) if self.borrows else ()
 
     def address_for(self, kernel: Kernel, arguments: Sequence[Stored]) -> Address:
@@ -90,7 +90,7 @@ class LoopThreads:
         """Run a kernel in all threads, each with its own arguments and, behind them, its team. Return when all have
         returned.
 
-        needed: for each row share the first share that it needs; so many teams of equal size run.
+        needed: for each row share, the first share that it needs; each share has a team, all of equal size.
         """
         # All helpers are there before one begins, because it would wait for the others for ever.
         helpers = [self._helper(core) for core in (*(-number for number in range(1, self._num_own)), *self._lent)]

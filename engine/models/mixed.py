@@ -4,7 +4,7 @@ sizes, which differ by layer.
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -12,12 +12,14 @@ from torch import Tensor
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.models.activations import ACTIVATIONS, Activation
 from engine.models.encodings import Parameters
-from engine.models.layer import Attend, DenseMlp, Experts, Layer, LinearLayers, take_mlp
 from engine.models.linear import LinearLayer, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm, rms_norm
 from engine.models.rope import Rotation, rotate
 from engine.models.streams import Streams, take_streams
+
+if TYPE_CHECKING:
+    from engine.models.layer import Attend, DenseMlp, Experts, Layer, LinearLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +43,15 @@ class LayerInput:
 class Beside:
     """An MLP beside the experts. The router sees the residual through a norm of its own."""
 
-    mlp: DenseMlp
+    mlp: "DenseMlp"
     mlp_norm: Norm
     router_norm: Norm
     experts_norm: Norm
     experts_out_norm: Norm
 
-    def __call__(self, residual: Tensor, layer: Layer) -> Tensor:
+    def __call__(self, residual: Tensor, layer: "Layer") -> Tensor:
         """The sum that both add to the residual, before the last norm."""
-        experts = cast(Experts, layer.mlp)
+        experts = cast("Experts", layer.mlp)
         assert layer.post_norm is not None
         beside = self.mlp_norm(self.mlp(self.mlp.ops.norm(residual, layer.post_norm)))
         routed = experts(experts.ops.norm(residual, self.experts_norm), self.router_norm(residual))
@@ -58,11 +60,11 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class MixedLayer:
-    """A layer, and what it has besides others. `k_norm` is None if it reads the KV of an earlier layer. With `streams`
-    the residual is that of all streams, and there is no scalar.
+    """A layer with the parts that only these models have. `k_norm` is None if it reads the KV of an earlier layer. With
+    `streams` the residual is that of all streams, and there is no scalar.
     """
 
-    layer: Layer
+    layer: "Layer"
     heads: AttentionShape
     q_norm: Norm
     k_norm: Norm | None
@@ -71,7 +73,7 @@ class MixedLayer:
     layer_input: LayerInput | None
     streams: Streams | None = None
 
-    def __call__(self, residual: Tensor, rotation: Rotation | None, attend: Attend, inputs: Tensor | None) -> Tensor:
+    def __call__(self, residual: Tensor, rotation: Rotation | None, attend: "Attend", inputs: Tensor | None) -> Tensor:
         """The residual after the layer. `attend` gets keys and values of no heads from a layer without KV."""
         if self.streams is not None:
             return self._change_streams(self.streams, residual, rotation, attend, inputs)
@@ -82,7 +84,7 @@ class MixedLayer:
         return residual * self.scalar
 
     def _change_streams(
-        self, streams: Streams, residual: Tensor, rotation: Rotation | None, attend: Attend, inputs: Tensor | None
+        self, streams: Streams, residual: Tensor, rotation: Rotation | None, attend: "Attend", inputs: Tensor | None
     ) -> Tensor:
         assert self.layer.input_norm is not None
         assert self.layer_input is not None
@@ -95,7 +97,7 @@ class MixedLayer:
         corrected[:, 1:] += self.layer_input(corrected[:, 0] * streams.scale, inputs)[:, None]
         return corrected.flatten(1)
 
-    def _attended(self, residual: Tensor, rotation: Rotation | None, attend: Attend) -> Tensor:
+    def _attended(self, residual: Tensor, rotation: Rotation | None, attend: "Attend") -> Tensor:
         """Return the sum that attention adds to the residual."""
         layer = self.layer
         assert rotation is not None
@@ -132,14 +134,13 @@ def take_mixed_layer(
     parameters: Parameters,
     index: int,
     config: ModelConfig,
-    linears: LinearLayers,
-    layer: Layer,
+    linears: "LinearLayers",
+    layer: "Layer",
 ) -> MixedLayer:
     """Take the parameters that layer `index` has in these models only, and build it around the plain `layer`."""
     facts, config = config.mixed, config.of_layer(index)
     assert facts is not None
     prefix = f"layers.{index}."
-    mlp = take_mlp(parameters, prefix, config, linears) if config.experts is not None else None
 
     def norm(name: str, factor: float = 1.0) -> Norm:
         weight = parameters.take(prefix + name)
@@ -150,9 +151,9 @@ def take_mixed_layer(
         names = (f"{prefix}input_gate", f"{prefix}input_projection")
         gate, projection = (linears.make_linear(name, parameters.take_linear(name)) for name in names)
         layer_input = LayerInput(gate, projection, norm("input_out_norm"), ACTIVATIONS[config.activation])
-    if mlp is not None:
+    if layer.mlp_beside is not None:
         beside = Beside(
-            mlp=mlp,
+            mlp=layer.mlp_beside,
             mlp_norm=norm("mlp_only_norm"),
             router_norm=norm("router_norm", config.hidden_size**-0.5),
             experts_norm=norm("experts_norm"),

@@ -1,4 +1,4 @@
-"""The parameters that Gemma 4 and 3n have besides those of other families, and the tensors that have them."""
+"""The parameters that only Gemma 4 and 3n have, and the tensors that have them."""
 
 from typing import TYPE_CHECKING
 

@@ -117,7 +117,7 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
 
 
 def _rope_kind(scaling: RawConfig) -> str:
-    """Raises ConfigurationError for a scaling that does not say of which kind it is."""
+    """Raises ConfigurationError for a scaling without a kind."""
     kind = text(scaling, "rope_type", "type", default="")
     if not kind and scaling.get("factor") not in (None, 1):
         raise ConfigurationError(
@@ -269,7 +269,7 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """Number of layers of KV: those with attention; of a model without any, one that nobody writes."""
+        """Number of layers of KV: those with attention; in a model without any, one that is never written."""
         return self.num_kv_layers_before(self.num_layers)
 
     def of_layer(self, layer: int) -> "ModelConfig":

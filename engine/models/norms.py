@@ -49,7 +49,7 @@ class HeadNorms:
     centred: bool
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """queries [num_tokens, num_heads, head_dim], keys [.., num_kv_heads, ..] -> both beside each other."""
+        """queries [num_tokens, num_heads, head_dim], keys [.., num_kv_heads, ..] -> both side by side."""
         return torch.cat([self._norm(*each) for each in zip((queries, keys), self.weights, strict=True)], 1)
 
     def _norm(self, heads: Tensor, weight: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ class HeadNorms:
 class ProjectionNorms:
     """Norms of all queries and of all keys of a token. Each of several ranks has some of the heads.
 
-    widths: numbers that the sums of squares add up, of queries and of keys; heads of which ranks hold copies count as
-    often as they are held.
+    widths: how many numbers are in the sums of squares, of queries and of keys; a head that several ranks hold counts
+    once for each.
     """
 
     weights: tuple[Tensor, Tensor]  # of the own heads, [num_heads, head_dim] and [num_kv_heads, head_dim]
@@ -92,7 +92,7 @@ def take_head_norms(
     num_tensor_ranks: int,
     sum_over_ranks: Callable[[Tensor], Tensor] | None,
 ) -> HeadNorms | ProjectionNorms | None:
-    """Take the norms of a layer, whose heads so many ranks share out."""
+    """Take the norms of a layer whose heads are divided among `num_tensor_ranks` ranks."""
     if not config.qk_norm:
         return None
     queries, keys = (parameters.take(prefix + name).view(-1, config.head_dim) for name in ("q_norm", "k_norm"))

@@ -1,7 +1,7 @@
 """LoRA adapters as the loop of the compiled decoder reads them.
 
-Threads divide the rows of a step among them, those of all ranks of a stage: a rank has each matrix whole, but for the
-outputs of other ranks' heads.
+The threads of all ranks of a stage divide the rows of a step, so a rank has each matrix whole, except the outputs of
+other ranks' heads.
 """
 
 from collections.abc import Iterator, Sequence

@@ -43,7 +43,7 @@ _EXACT_LATENT_OUTPUTS = (torch.float8_e4m3fn, torch.float32)
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
-    """Take all of `parameters`, one after the other, and pack them. Raises ValueError for an encoding not in PACKED."""
+    """Take `parameters` one by one, and pack them. Raises ValueError for an encoding not in PACKED."""
     if parameters.encoding not in PACKED:
         raise ValueError(f"the compiled decoder cannot pack encoding {parameters.encoding!r}")
     embed = parameters.take("embed")
@@ -331,7 +331,7 @@ def _output_shape(config: ModelConfig, share: RankShare, parameters: Parameters,
 
 
 def _mixing_shapes(config: ModelConfig, share: RankShare, layer: int, group: int) -> list[MatrixShape]:
-    """Of a layer's recurrence and of its attention, of which it may have one or both."""
+    """Shapes of a layer's recurrence and attention; it has one of them or both."""
     shapes = []
     if config.is_recurrent(layer) and (facts := config.recurrent) is not None:
         shapes.append(MatrixShape(facts.projected, config.hidden_size, group=group))

@@ -1,4 +1,4 @@
-"""The parameters that Gemma 4 has besides others, as the compiled loop reads them."""
+"""The parameters that only Gemma 4 has, as the compiled loop reads them."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ PROJECTION = "layer_inputs_projection"
 
 
 MIXED_NORMS = ("input_out_norm", "mlp_only_norm", "router_norm", "experts_norm", "experts_out_norm")
-"""Norms of a layer besides those of a sandwich: of its input, and of experts beside the MLP."""
+"""Norms of a layer in addition to those of a sandwich: of its input, and of experts beside the MLP."""
 
 
 def take_norms(parameters: Parameters, layer: str, config: ModelConfig) -> dict[str, Floats]:

@@ -40,8 +40,8 @@ class Source:
     """A tensor of the checkpoint with its stored shape.
 
     `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns; if
-    it is `flat`, numbers of all rows behind each other. It may be a `member` of a tensor that stacks several matrices
-    or vectors.
+    it is `flat`, single numbers, counted through all rows. It may be a `member` of a tensor that stacks several
+    matrices or vectors.
     """
 
     name: str
@@ -310,7 +310,7 @@ class SpecBuilder:
         specs: list[ParameterSpec] | None = None,
         stacked: tuple[str, int] | None = None,
     ) -> None:
-        """`stacked`: the prefix of tensors of all experts, and the number of this one."""
+        """`stacked`: for an expert, the prefix of tensors that stack all experts, and its number."""
         self._stacked = stacked
         self.specs: list[ParameterSpec] = [] if specs is None else specs
         self.source = source
@@ -390,7 +390,7 @@ class SpecBuilder:
         self.linear("down", downs, inner, has_bias=config.mlp_bias, factor=config.residual_scale)
 
     def xielu(self, stem: str) -> None:
-        """Add the parameters of an MLP's xIELU, behind each other."""
+        """Add the parameters of an MLP's xIELU as one vector."""
         shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
         one = np.arange(1)
         sources = [Source(f"{self.source}{stem}.{name}", shape, one, flat=True) for name, shape in shapes.items()]

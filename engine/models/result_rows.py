@@ -1,5 +1,5 @@
-"""Result rows: those rows of a step whose hidden states somebody reads, such as the last token of a prompt. The others
-are computed for their KV only, so the model leaves them once the last layer that writes KV has written it.
+"""Result rows: the rows of a step whose hidden states are read, such as the last token of a prompt. The others are
+computed for their KV only, so the model drops them after the last layer that writes KV.
 
 A model of 30 layers saves nearly a thirtieth of a prompt, one whose last layers read the KV of earlier ones more.
 A row's result is the same, because it does not depend on its batch.

@@ -51,7 +51,7 @@ def _query_factors(rotations: Sequence[Rotation], num_tokens: int) -> Floats:
 
 
 def _padded(factors: Sequence[Tensor]) -> Floats:
-    """Factors [num_tokens, 1, width] behind each other: [factors, num_tokens, width], as wide as the widest."""
+    """Stack factors [num_tokens, 1, width] to [factors, num_tokens, width], padded to the widest."""
     padded = np.zeros((len(factors), len(factors[0]), max(each.shape[2] for each in factors)), np.float32)
     for row, each in zip(padded, factors, strict=True):
         row[:, : each.shape[2]] = each[:, 0].numpy()

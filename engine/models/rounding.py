@@ -17,7 +17,7 @@ _TINY = 1e-20  # minimum scale, for rows of zeros
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch's operations in the calling thread: threads of small operations mostly wait for each other."""
+    """Run torch's operations in the calling thread: in small operations threads mostly wait for each other."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

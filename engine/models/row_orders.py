@@ -1,4 +1,4 @@
-"""Orders of the rows of stored tensors, where these are not as the decoder expects them."""
+"""Orders of the rows of stored tensors that the decoder expects in another order."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,8 @@ def heads_of_one_tensor(heads: int, kv_heads: int, *, is_grouped: bool, num_part
 
 
 def fused_rows(facts: RecurrentConfig) -> list[tuple[str, NDArray[np.int64]]]:
-    """The names of two fused tensors, and the order of their rows that puts the parts of all heads behind each other.
-    Stored are, for each key head: its query, its key, the values and gates of its heads; and, in the second tensor, the
+    """The names of two fused tensors, and the order of their rows that puts the same part of all heads together. The
+    first tensor has, for each key head, its query, its key, and the values and gates of its heads; the second one the
     strengths and the decays of its heads.
     """
     served = facts.num_heads // facts.num_key_heads

@@ -1,7 +1,7 @@
-"""Row shares: in a step of many tokens some threads compute some rows through all layers, without the other threads.
+"""Row shares: in a step of many tokens, a group of threads computes its rows through all layers without other threads.
 
-Threads that share out columns instead meet ten times in each layer, and all of them wait whenever one has lost its
-core to another process. They read each weight only once, so steps of few tokens, where memory is the limit, do that.
+Threads that divide columns instead meet ten times in each layer, and all wait when one has lost its core to another
+process. But they read each weight only once, which is better in steps of few tokens, where memory is the limit.
 A row's result is the same in both, because it does not depend on its batch.
 """
 
@@ -20,14 +20,13 @@ from engine.models.blocks import has_attention
 from engine.models.model_config import ModelConfig
 
 _ROWS_PER_SHARE = 6
-"""The least rows of a share, times the number of shares. Each share reads all weights from the memory that all of them
-use, which takes as many times as long; arithmetic shall take longer
-(docs/performance-notes.md#threads-by-columns-or-by-rows).
+"""The fewest rows of a share, divided by the number of shares. Each share reads all weights, so memory takes as many
+times as long; arithmetic must take longer (docs/performance-notes.md#threads-by-columns-or-by-rows).
 """
 _MANY_ROWS = 64
-"""They are enough for a share beside any number of others, which find some of the weights in the cache."""
+"""Enough rows for a share with any number of others, which find some of the weights in the cache."""
 _MANY_ROWS_WITH_AMX = 256
-"""They are needed for each share: arithmetic takes so little time."""
+"""The fewest rows of a share with AMX, whose arithmetic takes so little time."""
 _MAX_COST = 1.25
 """The most that a share may cost, as a multiple of the mean. One query with a very long context is better attended to
 by all threads.
@@ -62,7 +61,7 @@ def row_costs(row_context: float, windows: Sequence[int | None] = (None,)) -> Ro
 
 
 def most_shares(num_rows: int, num_threads: int, *, has_amx: bool) -> int:
-    """Row shares of a step at most. Each has as many threads."""
+    """The largest number of row shares of a step, with an equal number of threads each."""
     fitting = (count for count in range(2, num_threads + 1) if num_threads % count == 0)
     return max((count for count in fitting if num_rows >= count * _least_rows(count, has_amx=has_amx)), default=1)
 

@@ -123,7 +123,7 @@ def adapter_specs(
     specs: Sequence[ParameterSpec], config: ModelConfig, share: RankShare, cut: Cut
 ) -> list[ParameterSpec]:
     """The parameters with the part whose adapters the rank holds. In the cut "outputs" each thread adds to whole rows,
-    but for queries, keys and values: a rank alone has those of its heads.
+    except queries, keys and values, which only the rank of their heads has.
     """
     specs = share_specs(specs, config, share, cut)
     if cut == "inputs":

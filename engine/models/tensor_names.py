@@ -51,7 +51,7 @@ class TensorNames:
     """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
     stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
     stacked_transposed: bool = field(default=False, repr=False)
-    """They may be [num_experts, inputs, outputs], which is what they are if that is the same shape."""
+    """They may be [num_experts, inputs, outputs], and are if both shapes are equal."""
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
     choice_bias: str = field(default="mlp.gate.e_score_correction_bias", repr=False)
@@ -62,7 +62,7 @@ class TensorNames:
     """The qkv tensor holds, per key/value head, its query heads, its key and its value; otherwise all queries, then all
     keys, then all values."""
     qkv_parts: int = field(default=0, repr=False)
-    """The qkv tensor is in so many parts, each with queries of some heads, then their values, then their keys."""
+    """Number of parts of the qkv tensor, each with queries of some heads, then their values, then their keys."""
     transposed: bool = False
     """Matrices of layers are stored as [inputs, outputs]."""
     interleaved_rotary: bool = False

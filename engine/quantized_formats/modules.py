@@ -1,4 +1,4 @@
-"""The tensors of a quantised module in a checkpoint: found, checked against config.json, and read."""
+"""Finds the tensors of a quantised module in a checkpoint, checks them against config.json, and reads them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from mesh.domain.errors import ConfigurationError
 StoredTensors = Mapping[str, StoredTensor]
 
 _MATRICES = ("weight", "qweight", "weight_packed")
-"""The tensors of which a module has one, which holds the numbers of its matrix."""
+"""Names of the tensor that holds the numbers of a module's matrix; each module has one of them."""
 _SCALES = ("weight_scale", "weight_scale_inv")
 _UNUSED_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
 """Scales of activations, which are computed here from the activations themselves."""

@@ -15,7 +15,7 @@ Activations = Literal["int8", "fp8"] | None
 """The numbers to which activations are rounded, with a scale for each token, while the model runs; None: none."""
 
 _PACKED_AT_ONCE = 2**20
-"""Numbers that are packed at once, each of which takes 24 bytes meanwhile."""
+"""Numbers that are packed at once. Each takes 24 bytes meanwhile."""
 
 
 def stored_tensors(matrix: QuantizedMatrix, storage: MatrixStorage, scales_dtype: torch.dtype) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""GPTQ (Frantar et al. 2022): rounds a matrix column by column, and lets later columns make up for what one loses.
+"""GPTQ (Frantar et al. 2022): rounds a matrix column by column, and lets later columns compensate for its errors.
 
-Columns with large activations come first, as they can be made up for least. Scales are those of the groups in the order
-of the file, set before ("static groups"), so the file needs no order of inputs.
+Columns with large activations come first, because their errors are the hardest to compensate for. Scales are those of
+the groups in the order of the file, set before ("static groups"), so the file needs no order of inputs.
 """
 
 import torch
@@ -71,11 +71,12 @@ def inverse_factor(gram: Tensor) -> Tensor:
 
 
 def _invert_factor(matrix: Tensor) -> bool:
-    """Replace a symmetric matrix, of which the half below the diagonal is read, by the inverse of its lower Cholesky
-    factor. Returns False, with any numbers in it, if it is not positive definite.
+    """Replace a symmetric matrix by the inverse of its lower Cholesky factor. Only the half below the diagonal is read.
+    Returns False, with any numbers in it, if it is not positive definite.
 
     Mostly products of halves: they take less time than LAPACK's way over the whole inverse, and have the same sums on
-    any number of threads. LAPACK's factorisation has not, so it is left small matrices, in one thread.
+    any number of threads. LAPACK's factorisation does not have the same sums, so it gets small matrices only, in one
+    thread.
     """
     if len(matrix) <= _INVERTED_AT_ONCE:
         with one_thread():

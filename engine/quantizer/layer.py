@@ -28,13 +28,14 @@ KeptKV = dict[int, tuple[Tensor, Tensor]]
 """Keys and values of layers whose KV later ones read, by the layer."""
 
 _PACK_TOKENS = 1024
-"""Prompts go through a layer together, because threads mostly wait for each other in operations on few tokens."""
+"""Prompts up to this many tokens go through a layer together: in small operations threads mostly wait for each other.
+"""
 _OTHER_PROMPT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
-    """Whole prompts one after the other. Each token has an id, the number of its prompt, its position, and the length
+    """Whole prompts, concatenated. Each token has an id, the number of its prompt, its position, and the length
     of its prompt; all [tokens].
     """
 
@@ -145,11 +146,11 @@ class FloatLayer:
     Takes its parameters. Raises ConfigurationError.
 
     `linears` are the matrices by name: qkv, o, gate_up or up, down, and those of experts as experts.3.down; a recurrent
-    layer has recurrent_in and recurrent_out in place of qkv and o, one with an input of its own input_gate and
-    input_projection besides.
+    layer has recurrent_in and recurrent_out in place of qkv and o, and one with an input of its own also has input_gate
+    and input_projection.
     engine/models/parameters.py says which rows of a matrix are which. `routers`: the router of experts and the gate of
-    a shared expert, which read what experts read and are not quantised. `changed`: norms, biases and routers that are
-    no longer those of the file, as the file has them but for the order of rows.
+    a shared expert, which read what experts read and are not quantised. `changed`: norms, biases and routers that
+    differ from the file's, in the form of the file except for the order of rows.
     """
 
     def __init__(

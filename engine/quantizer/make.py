@@ -352,6 +352,6 @@ def _file_order(source: Source) -> Tensor:
 
 
 def _copy_rest(checkpoint: FloatCheckpoint, writer: ShardWriter, replaced: Set[str]) -> None:
-    """Copy the tensors that are not replaced as they are, also those that are no part of the model."""
+    """Copy the tensors that are not replaced, also those that are no part of the model."""
     for name in sorted(checkpoint.stored.keys() - replaced):
         writer.add(name, read_stored(checkpoint.stored[name].path, name))

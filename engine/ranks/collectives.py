@@ -4,7 +4,7 @@ Process groups are objects, passed as arguments; torch's global groups are not u
 store that their processes or threads share, or that the leader keeps for ranks without shared memory. The device says
 which backend connects them (`_CONNECT`). Gloo, for CPUs, has TCP connections of its own: on the loopback address, or
 the one that reaches the other machines. On CPU a sum takes about 0.5 ms, several times that on busy cores: it is for
-models that the compiled decoder cannot run. NCCL, for GPUs, has not been run by anybody yet: it needs two of them.
+models that the compiled decoder cannot run. NCCL, for GPUs, has never been run yet: it needs two of them.
 """
 
 import os
@@ -42,8 +42,8 @@ def shared_store(fd: int) -> "Store":
 
 
 class NoteStore(distributed.Store):  # type: ignore[name-defined]
-    """A store that keeps its notes elsewhere. It has what gloo and NCCL call. `get` returns once the note is there; its
-    errors become RuntimeErrors of the backend.
+    """A store that keeps its notes elsewhere, with the methods that gloo and NCCL call. `get` returns once the note is
+    there; its errors become RuntimeErrors of the backend.
     """
 
     def __init__(self, put: Callable[[str, bytes], None], get: Callable[[str], bytes]) -> None:
@@ -110,7 +110,7 @@ class Place:
 
     @property
     def sends_to(self) -> int | None:
-        """The rank that takes this one's residual: of the next stage, or, from the last one, rank 0. None: nobody."""
+        """The rank that takes this one's residual: of the next stage, or rank 0, from the last stage; None: no rank."""
         target = self.rank + self.degrees.tensor
         if target < self.degrees.num_ranks:
             return target
@@ -144,7 +144,7 @@ class Hops:
         self._incoming: Backend | None = None
         self._outgoing: Backend | None = None
         self._sending: tuple[Work, Tensor] | None = None
-        # In the order of the senders, in all ranks: so no two wait for each other.
+        # All ranks connect in the order of the senders, so that no two wait for each other.
         sources = [source for source in (place.takes_from, place.rank) if source is not None]
         for source in sorted(sources):
             hop_store = distributed.PrefixStore(f"hop-{source}", store)  # type: ignore[attr-defined]

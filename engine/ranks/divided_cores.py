@@ -1,4 +1,4 @@
-"""The cores and compute threads of a process while the ranks that it has started have their part of them."""
+"""DividedCores: the cores and compute threads of a process, while the ranks that it has started use a part of them."""
 
 import os
 
@@ -9,8 +9,8 @@ log = structlog.get_logger(__name__)
 
 
 class DividedCores:
-    """Those of this process, divided among `size` ranks. This process is rank 0, and calls the methods from the thread
-    that starts the others.
+    """The cores and threads of this process, divided among `size` ranks. This process is rank 0, and calls the methods
+    from the thread that starts the others.
     """
 
     def __init__(self, size: int) -> None:

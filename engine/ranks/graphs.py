@@ -70,7 +70,7 @@ class RankGraphs:
         self._graphs.replay(step, StepShape(command.graph_seqs, command.graph_queries))
 
     def _plan(self) -> str:
-        """The steps that this rank would capture, in words that are equal in ranks that fit each other."""
+        """A text of the steps that this rank would capture. Ranks can capture together if their texts are equal."""
         settings, graphs = self._settings, self._settings.graphs
         if reason := why_not_captured(settings, self._decoder):
             return f"cannot: {reason}"
@@ -80,7 +80,7 @@ class RankGraphs:
         return f"captures {shapes} up to {graphs.max_tokens} tokens in {settings.dtype}, {attention}, {kv}"
 
     def _sum_each_shape(self) -> None:
-        """NCCL connects ranks when it first sums so many numbers, which a capture must not wait for."""
+        """NCCL connects ranks at the first sum of a size, which a capture must not wait for."""
         device, dtype = self._cache.tensor.device, getattr(torch, self._settings.dtype)
         for shape in graph_shapes(self._settings):
             self._group.sum(torch.zeros(shape.num_rows, self._decoder.config.hidden_size, dtype=dtype, device=device))

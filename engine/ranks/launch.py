@@ -105,7 +105,7 @@ def _connect(leader: Rank, processes: "RankProcesses") -> None:
         try:
             leader.connect()
         except Exception as error:
-            if is_over.wait(_EXIT_WAIT_S):  # `wait` knows better why: another rank has ended
+            if is_over.wait(_EXIT_WAIT_S):  # another rank has ended, and `wait` raises its error
                 return
             failures.append(error)
             processes.kill()  # they would wait for the leader

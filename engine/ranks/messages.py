@@ -1,26 +1,32 @@
-"""Messages between the leader and a rank over their socket, until the rank is ready; commands follow (`shared.py`).
+"""Messages between the leader and the other ranks. Over sockets, until the ranks are ready (then commands, `shared.py`):
 
 leader ── RankSetup ────────────▶ rank     before the rank's process starts
        ◀─ loaded ───────────────
        ── num_blocks, kv_bytes ─▶
        ◀─ ready ────────────────
        ◀─ failed, refused                  in place of an answer
+
+Ranks without shared memory (`remote.py`) then get StepMessages, over connections of which RemoteRanks is the contract.
 """
 
 import json
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from checkpoint.adapters import read_adapter
 from checkpoint.model_files import RopeOverride
 from engine.runner_settings import RunnerSettings
 from engine.settings import GraphSettings
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import KVLayout
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 MAX_MESSAGE_BYTES = 1 << 16
 _MAX_REASON_CHARS = 4000
@@ -113,3 +119,68 @@ def receive_message(channel: socket.socket) -> dict[str, Any]:
         raise ConnectionResetError("the other side has closed the socket")
     decoded: dict[str, Any] = json.loads(message)
     return decoded
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """A step for a rank with memory of its own: the command, and the arrays that the command describes."""
+
+    command: bytes
+    token_ids: bytes
+    positions: bytes
+    sequences: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy a block within the rank's KV: after the steps that were sent before, before those that are sent later."""
+
+    source: int
+    target: int
+
+
+class RemoteRanks(Protocol):
+    """The ranks from 1 on, as the leader sees them. Plug point: worker.ranks.listener.RankListener.
+
+    All methods but `close` raise WorkerLost once a rank is lost, and `wait_loaded` raises ConfigurationError if one
+    cannot load its share.
+    """
+
+    @property
+    def store(self) -> "Store":
+        """The store by which all ranks meet."""
+        ...
+
+    def gather(self, settings: RunnerSettings, layout: KVLayout) -> str:
+        """Wait until all ranks have joined, with checkpoints of this layout's fingerprint. Returns this machine's
+        address that reaches theirs.
+        """
+        ...
+
+    def wait_loaded(self) -> list[int]:
+        """Wait until all have loaded their weights. Returns the blocks that fit each."""
+        ...
+
+    def allocate(self, num_blocks: int) -> None:
+        """Let all ranks allocate their KV and meet the others."""
+        ...
+
+    def wait_ready(self) -> None:
+        """Wait until all execute steps."""
+        ...
+
+    def post(self, message: StepMessage | BlockCopy) -> None:
+        """Send a message to all ranks. A rank executes messages in order."""
+        ...
+
+    def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
+        """Fill blocks of their KV with zeros, from this token of each on."""
+        ...
+
+    def watch(self, on_lost: OnLost) -> None:
+        """From now on call `on_lost` as soon as a rank is lost."""
+        ...
+
+    def close(self) -> None:
+        """End all ranks, and the calls that wait for them."""
+        ...

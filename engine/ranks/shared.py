@@ -290,7 +290,7 @@ def read_metadata(memory: StageBuffers, command: Forward) -> ForwardMetadata:
 
 
 def write_step(memory: StageBuffers, step: StepInput, command: RunGraph) -> None:
-    """Write a step that is replayed to the memory."""
+    """Write a step for `RunGraph` to the memory."""
     memory.get("token_ids", command.num_tokens, np.int64)[: command.num_tokens] = step.token_ids
     tokens, (*sequences, _) = _views(memory, command)
     of_tokens: list[NDArray[Any]] = [step.positions, step.rope_lengths, step.slot_mapping]
@@ -305,7 +305,7 @@ def write_step(memory: StageBuffers, step: StepInput, command: RunGraph) -> None
 
 
 def read_step(memory: StageBuffers, command: RunGraph) -> StepInput:
-    """The step that rank 0 wrote; its arrays are views of the memory. Nothing says which rows are sampled."""
+    """The step that rank 0 wrote; its arrays are views of the memory. Rows to sample are not sent."""
     tokens, (tables, context_lens, prompt_lens, query_starts, _) = _views(memory, command)
     positions, rope_lengths, slot_mapping = tokens
     none: NDArray[Any] = np.zeros(0, np.int64)

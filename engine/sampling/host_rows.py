@@ -50,7 +50,7 @@ class OneThread:
 
 
 class HostRows:
-    """RowMath of tensors on CPU. Its loops are compiled here, as no request shall wait for that."""
+    """RowMath of tensors on CPU. The constructor compiles its loops, so that no request waits for that."""
 
     def __init__(self, threads: RowThreads | None = None) -> None:
         self._threads = threads or OneThread()

@@ -54,9 +54,7 @@ class TokenCounts:
         self.num_seen = sequence.num_tokens
 
     def with_drafts(self, drafted: SequenceState) -> "TokenCounts":
-        """The counts of the sequence with drafts, which may be wrong: these counts stay as they are. A long prompt is
-        not counted again for each draft.
-        """
+        """A copy that also counts the drafts, which may be wrong. A long prompt is not counted again for each draft."""
         counts = copy(self)
         counts._ids, counts._counts, counts._rows = self._ids.copy(), self._counts.copy(), self._rows.copy()
         counts.catch_up(drafted)

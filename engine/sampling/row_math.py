@@ -52,7 +52,7 @@ class Drawing(Protocol):
         ...
 
     def tokens(self, logits: Tensor, tensors: Tensors) -> Tensor:
-        """A token for each of the rows, which depends on nothing else. `tensors`: `arrays`, on the device."""
+        """A token for each of the rows, independent of other rows. `tensors`: `arrays`, on the device."""
         ...
 
 

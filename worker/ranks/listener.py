@@ -17,8 +17,7 @@ import grpc
 import structlog
 
 from engine.ranks.collectives import NoteStore
-from engine.ranks.messages import OnLost, plain_settings
-from engine.ranks.remote import BlockCopy, StepMessage
+from engine.ranks.messages import BlockCopy, OnLost, StepMessage, plain_settings
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Unauthenticated, WorkerBusy, WorkerLost
 from mesh.domain.host import join_host

@@ -61,7 +61,7 @@ _GPT_NEO = replace(
 
 
 def gpt_neo(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """GPT-Neo, TinyStories: windows in every second layer, and scores as they are."""
+    """GPT-Neo, TinyStories: windows in every second layer, and scores without a scale."""
     window = integer(raw, "window_size", default=256)
     kinds = texts(raw, "attention_layers") or _repeated_kinds(plain, raw)
     if other := sorted(set(kinds) - {"global", "local"}):

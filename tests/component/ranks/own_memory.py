@@ -14,8 +14,8 @@ from torch import distributed
 
 from engine.kv.cache import KVCache
 from engine.model_runner import ModelRunner
-from engine.ranks.messages import OnLost
-from engine.ranks.remote import BlockCopy, OwnMemoryRank, StepMessage, load_remote_runner
+from engine.ranks.messages import BlockCopy, OnLost, StepMessage
+from engine.ranks.remote import OwnMemoryRank, load_remote_runner
 from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import Degrees, KVLayout
 from tests.component.arms import settings

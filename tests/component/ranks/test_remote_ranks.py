@@ -30,7 +30,8 @@ from engine.models.model_config import ModelConfig
 from engine.ranks import remote
 from engine.ranks.collectives import NoteStore
 from engine.ranks.commands import Forward, encode_command
-from engine.ranks.remote import OwnMemoryRank, StepMessage, load_remote_runner
+from engine.ranks.messages import StepMessage
+from engine.ranks.remote import OwnMemoryRank, load_remote_runner
 from engine.ranks.shared import StepMemory
 from engine.sequence import SequenceState
 from engine.settings import KVMemorySettings

@@ -1,4 +1,4 @@
-"""Messages between the leader and the other ranks. Over sockets, until the ranks are ready (then commands, `shared.py`):
+"""Messages between the leader and the other ranks. Over sockets, until they are ready (then commands, `shared.py`):
 
 leader ── RankSetup ────────────▶ rank     before the rank's process starts
        ◀─ loaded ───────────────

@@ -105,7 +105,7 @@ class TorchAttention(AttentionBackend):
         for start in range(0, chunk.num_queries, tile):
             stop = min(start + tile, chunk.num_queries)
             num_keys = chunk.first_position + stop - first_key
-            mask = self._chunk_mask(metadata, chunk, (start, stop, first_key), window, queries)
+            mask = self._chunk_mask(metadata, chunk, range(start, stop), first_key, window, queries)
             part = self._weigh(queries[:, :, start:stop], keys[:, :, :num_keys], values[:, :, :num_keys], mask, sinks)
             outs.append(part[0].transpose(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -141,13 +141,18 @@ class TorchAttention(AttentionBackend):
         return metadata.masks[cache_key]
 
     def _chunk_mask(
-        self, metadata: ForwardMetadata, chunk: Chunk, bounds: tuple[int, int, int], window: int | None, like: Tensor
+        self,
+        metadata: ForwardMetadata,
+        chunk: Chunk,
+        tile: range,
+        first_key: int,
+        window: int | None,
+        like: Tensor,
     ) -> Tensor:
-        """Additive mask [1 or num_heads, queries, keys] of a chunk's queries `[start, stop)` and keys from `first_key`
-        on; `bounds` is (start, stop, first_key). Cached in the metadata if it covers the chunk.
+        """Additive mask [1 or num_heads, queries, keys] of a tile of a chunk's queries and keys from `first_key` on.
+        Cached in the metadata if the tile covers the chunk.
         """
-        start, stop, first_key = bounds
-        is_complete = stop - start == chunk.num_queries
+        start, stop, is_complete = tile.start, tile.stop, len(tile) == chunk.num_queries
         cache_key = ("chunk", chunk.row, window)
         if is_complete and cache_key in metadata.masks:
             return metadata.masks[cache_key]

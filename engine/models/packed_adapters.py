@@ -65,11 +65,6 @@ class PackedAdapters:
             np.zeros((num_slots, share.layers.count, NUM_SITES + 1), np.int64),
         )
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the slots once all have been used."""
-        return self.pieces.packed.nbytes
-
     def put(self, slot: int, weights: AdapterWeights) -> None:
         """Pack an adapter into a slot, which no step uses meanwhile."""
         first_piece, first_number = slot * self._num_pieces, slot * self._num_numbers

@@ -33,9 +33,7 @@ class SharedBuffers(Protocol):
         ...
 
 
-class RankGroup(Protocol):
-    """Plug point: Alone, and `engine.ranks.shared.SharedGroup`."""
-
+class _Member(Protocol):
     @property
     def rank(self) -> int:
         """This rank's number. Rank 0, the leader, embeds and samples."""
@@ -45,6 +43,10 @@ class RankGroup(Protocol):
     def degrees(self) -> Degrees:
         """Number of ranks in each stage, and number of stages."""
         ...
+
+
+class RankGroup(_Member, Protocol):
+    """Plug point: Alone, and `engine.ranks.shared.SharedGroup`."""
 
     @property
     def counter(self) -> Int64s:
@@ -91,18 +93,8 @@ class Alone:
         pass
 
 
-class SummingGroup(Protocol):
+class SummingGroup(_Member, Protocol):
     """Plug point: `engine.ranks.collectives.CollectiveGroup`. The ranks of a stage each compute a part of every sum."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number. Rank 0, the leader, embeds and samples."""
-        ...
-
-    @property
-    def degrees(self) -> Degrees:
-        """Number of ranks in each stage, and number of stages."""
-        ...
 
     @property
     def sums(self) -> bool:

@@ -41,13 +41,13 @@ def round_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scales
 
 
-def round_to_int4(weight: Tensor, group: int = INT4_GROUP) -> tuple[Tensor, Tensor, Tensor]:
+def round_to_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return `weight` [outputs, inputs] rounded to 0 to 15 as uint8, and for each group of inputs a scale in fp32 (a
     number of fp16) and a zero as uint8, [outputs, groups]. The last group may be narrower.
     """
-    rounded, scales = _no_groups(weight, group)
+    rounded, scales = _empty_groups(weight, INT4_GROUP)
     zeros = torch.empty(scales.shape, dtype=torch.uint8)
-    for rows, groups in _some_groups(weight, group):
+    for rows, groups in _some_groups(weight, INT4_GROUP):
         low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
         scales[rows] = ((high - low) / _INT4_LEVELS).clamp_(min=_TINY).half().float()
         zeros[rows] = torch.round(-low / scales[rows].clamp(min=_TINY)).clamp_(0, _INT4_LEVELS)
@@ -60,7 +60,7 @@ def round_to_int8_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Te
     """Return `weight` [outputs, inputs] rounded to 1 to 255 as uint8, and for each group of inputs a scale in fp32 (a
     number of fp16) and the zero, 128, as uint8, [outputs, groups]. The last group may be narrower.
     """
-    rounded, scales = _no_groups(weight, group)
+    rounded, scales = _empty_groups(weight, group)
     for rows, groups in _some_groups(weight, group):
         scales[rows] = (groups.abs().amax(2) / INT8_LEVELS).clamp_(min=_TINY).half().float()
         levels = torch.round(groups / scales[rows, :, None].clamp(min=_TINY)).clamp_(-INT8_LEVELS, INT8_LEVELS)
@@ -68,8 +68,8 @@ def round_to_int8_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Te
     return rounded, scales, torch.full(scales.shape, EIGHT_BITS_ZERO, dtype=torch.uint8)
 
 
-def _no_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Room for rounded numbers, and for a scale of each group."""
+def _empty_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Memory for rounded numbers, and for a scale of each group."""
     num_outputs, num_inputs = weight.shape
     return torch.empty(weight.shape, dtype=torch.uint8), torch.empty(num_outputs, -(-num_inputs // group))
 

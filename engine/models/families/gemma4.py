@@ -1,6 +1,6 @@
 """Gemma 4: layers without a window have wider heads, and fewer for keys and values; values are normed; the last layers
-of small models read the KV of earlier ones, and add what the model knows of a token; large ones have experts beside the
-MLP. The norms have their weights as they are, unlike those of Gemma 1 to 3.
+of small models read the KV of earlier ones, and add per-layer embeddings of a token; large ones have experts beside the
+MLP. Norms do not add 1 to their weights, unlike those of Gemma 1 to 3.
 """
 
 from dataclasses import replace

@@ -1,15 +1,16 @@
-"""Shared by several families: rotary positions that config.json leaves out, windows of some layers, and other rotary
-positions in these.
+"""Shared by several families: rotary positions that config.json leaves out, which layers have windows, with rotary
+positions of their own, and which are recurrent.
 """
 
 from typing import Any
 
 from checkpoint.config_json import RawConfig, layer_windows, number, rope_section, section
 from engine.models.model_config import ModelConfig, RopeConfig, parse_rope
+from mesh.domain.errors import ConfigurationError
 
 
 def default_rope(plain: ModelConfig, raw: RawConfig, theta: float, **parameters: Any) -> RopeConfig:
-    """Rotary positions with this base where config.json has none, and `parameters` where it says nothing of them."""
+    """Rotary positions as config.json states them; `theta` is the default of the base, `parameters` of all the rest."""
     stored = rope_section(raw) or parameters
     return _rope_of(plain, raw, {"rope_theta": number(raw, "rope_theta", default=theta), **stored})
 
@@ -38,3 +39,12 @@ def windows_but_every(pattern: int, plain: ModelConfig, raw: RawConfig, window: 
     if raw.get("layer_types") is not None:
         return layer_windows(raw, plain.num_layers, window)
     return tuple(window if (layer + 1) % pattern else None for layer in range(plain.num_layers))
+
+
+def recurrent_layers(types: tuple[str, ...], recurrent: str) -> tuple[bool, ...]:
+    """Mark the recurrent layers in `layer_types`, where they are called `recurrent`."""
+    if other := sorted(set(types) - {recurrent, "full_attention"}):
+        raise ConfigurationError(
+            f"config.json: layer_types may name full_attention and {recurrent}, not {other[0]!r:.100}"
+        )
+    return tuple(kind == recurrent for kind in types)

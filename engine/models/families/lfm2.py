@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, first_of, flag, integer, integers, number, rope_section, texts
 from engine.models.experts_config import ExpertsConfig
+from engine.models.families.layer_kinds import recurrent_layers
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.tensor_names import TensorNames
@@ -34,7 +35,7 @@ def lfm2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         intermediate_size=_inner_size(raw),
         qk_norm=True,
         norm_eps=number(raw, "norm_eps", "block_norm_eps", default=1e-5),
-        rope=plain.rope if has_theta(raw) else replace(plain.rope, theta=_THETA),
+        rope=plain.rope if _has_theta(raw) else replace(plain.rope, theta=_THETA),
         tied=flag(raw, "tie_word_embeddings", default=flag(raw, "tie_embedding", default=True)),
         recurrent=RecurrentConfig(
             kind="conv",
@@ -76,7 +77,7 @@ def lfm2_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     )
 
 
-def has_theta(raw: RawConfig) -> bool:
+def _has_theta(raw: RawConfig) -> bool:
     """True if config.json states the base of rotary positions."""
     return first_of(raw, ("rope_theta",)) is not None or rope_section(raw).get("rope_theta") is not None
 
@@ -88,15 +89,6 @@ def _conv_layers(plain: ModelConfig, raw: RawConfig) -> tuple[bool, ...]:
         raise ConfigurationError("config.json of LFM2 needs layer_types or full_attn_idxs")
     attention = integers(raw, "full_attn_idxs")
     return tuple(layer not in attention for layer in range(plain.num_layers))
-
-
-def recurrent_layers(types: tuple[str, ...], recurrent: str) -> tuple[bool, ...]:
-    """The recurrent ones of `layer_types`, by the name that they have there."""
-    if other := sorted(set(types) - {recurrent, "full_attention"}):
-        raise ConfigurationError(
-            f"config.json: layer_types may name full_attention and {recurrent}, not {other[0]!r:.100}"
-        )
-    return tuple(kind == recurrent for kind in types)
 
 
 def _inner_size(raw: RawConfig) -> int:

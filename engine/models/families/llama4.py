@@ -70,7 +70,7 @@ def _unrotated(plain: ModelConfig, raw: RawConfig) -> tuple[int, ...]:
 
 
 def _growth(rope: RopeConfig, raw: RawConfig) -> RopeConfig:
-    """No rotation, and the factor of queries of layers without one."""
+    """The rope of layers without rotation: it only has the factor of queries."""
     growth = number(raw, "attn_scale", default=0.1, may_be_zero=True)
     return RopeConfig(
         kind="default",

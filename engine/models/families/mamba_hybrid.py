@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from checkpoint.config_json import RawConfig, flag, integer, integers, number, numbers, text, texts
-from engine.models.families.lfm2 import recurrent_layers
+from engine.models.families.layer_kinds import recurrent_layers
 from engine.models.families.llama import granite, llama
 from engine.models.families.mamba import mamba
 from engine.models.families.mixtures import granite_moe, sigmoid_experts

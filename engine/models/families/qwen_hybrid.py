@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, texts
 from engine.models.experts_config import ExpertsConfig
-from engine.models.families.lfm2 import recurrent_layers
+from engine.models.families.layer_kinds import recurrent_layers
 from engine.models.families.mixtures import qwen_experts
 from engine.models.model_config import ModelConfig, rotated_dim
 from engine.models.recurrent.config import RecurrentConfig

@@ -13,13 +13,14 @@ Life of a step (`Engine.step` in loop.py):
     sample      sampling/         penalties, masks, temperature, truncation, draw         -> RunnerOutput (runner.py)
     update      scheduler.py      appends the tokens, publishes or frees blocks           -> SequenceOutput
 
-Pure (ints and lists; no torch, no grpc): sequence, batch, runner (its contract), scheduler, settings, speculation/, and
-blocks and their tables in kv/.
-The step in torch: model_runner, model (the contract), step_input, finite, sampling/, the cache in kv/.
+Pure (ints and lists; no torch, no grpc): sequence, batch, runner (its contract), scheduler, prompt_pace (limits prompts
+beside decodes), settings, speculation/, and the block pool and block tables in kv/.
+The step in torch: model_runner, model (the contract), step_input, device_copies (host to GPU and back), decode_graphs
+(CUDA graphs), finite (NaN and infinity), sampling/, the cache in kv/. adapter_slots: LoRA adapters in memory.
 Models: models/, attention/; kernels/ are the CPU's loops, which compiled_code compiles ahead (`tandem compile`).
-Loading from settings (runner_settings): loading/; quantized_formats/ reads quantised checkpoints, quantizer/ makes
-such; bus_errors names a file that is cut off while it is mapped. Memory of the machine or GPU: memory and
-memory_ledger; a worker's share of it for KV: kv/budget.
+Loading from settings (runner_settings): loading/; devices; quantized_formats/ reads quantised checkpoints, quantizer/
+makes them; bus_errors names a file that is cut off while it is mapped.
+Memory of the machine or GPU: memory, memory_ledger; a worker's share of it for KV: kv/budget.
 Cores: cores lends those of an idle worker to its partner.
 Several ranks of one worker: ranks/; models/share says what each holds, kv/sharded_cache shows their caches as one.
 """

@@ -1,5 +1,5 @@
-"""Detection of NaN and infinity in the results of a step. A residual that is not finite stays so in all later layers,
-so it is enough to check the last hidden states.
+"""Detection of NaN and infinity in weights, and in the results of a step: a residual that is not finite stays so in all
+later layers, so checking the last hidden states is enough.
 """
 
 import math

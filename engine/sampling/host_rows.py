@@ -92,13 +92,12 @@ class HostRows:
             self._scratch.clear()
         while len(self._scratch) < threads.count:
             self._scratch.append(stored(draw_scratch(draws.num_columns)))
-        given = stored(draws)
-        threads.run(draw_rows, [(given, own, own) for own in self._scratch[: threads.count]])
+        arguments = stored(draws)
+        threads.run(draw_rows, [(arguments, scratch, scratch) for scratch in self._scratch[: threads.count]])
 
     def _run(self, kernel: Kernel, arguments: Tops | MaskedRows) -> None:
-        """Share out the rows to all threads."""
-        given = stored(arguments)
-        self._threads.run(kernel, [(given, given, given)] * self._threads.count)
+        """Run a kernel that divides the rows among all threads."""
+        self._threads.run(kernel, [(stored(arguments),) * 3] * self._threads.count)
 
 
 class _HostDrawing:

@@ -73,20 +73,20 @@ class Sampler:
         self._copies = copies or NoCopies()
         self._rows = rows or rows_for(torch.device("cpu"))
 
-    def draw(self, given: Logits, sequences: Sequence[SequenceState]) -> Drawn:
-        """One token per row of the logits, which are not modified; it stays on the device."""
-        logits, vocab_size = given.values, given.values.shape[1]
+    def draw(self, logits: Logits, sequences: Sequence[SequenceState]) -> Drawn:
+        """Draw one token per row of the logits, which are not modified. Tokens stay on the device."""
+        values, vocab_size = logits.values, logits.values.shape[1]
         changes = self._penalties.arrays(sequences, vocab_size)
         drawing = self._drawing(sequences, vocab_size)
         num_top = [sequence.spec.top_logprobs for sequence in sequences]
         drawn = {} if drawing is None else drawing.arrays
         tensors = self._copies.to_device({**changes, **drawn, **_top_arrays(num_top)})
-        adjusted = self._adjusted(logits, {name: tensors[name] for name in changes})
-        summary = given.summary or self._rows.summarise(logits)
-        largest = summary.largest if adjusted is logits else None
+        adjusted = self._adjusted(values, {name: tensors[name] for name in changes})
+        summary = logits.summary or self._rows.summarise(values)
+        largest = summary.largest if adjusted is values else None
         tokens = self._choose(adjusted, largest, drawing, tensors)
-        logprobs = summary.logprob if tokens is summary.largest else _logprobs(logits, tokens, summary)
-        return Drawn((tokens, logprobs, *self._top_scores(logits, num_top, summary, tensors)), num_top)
+        logprobs = summary.logprob if tokens is summary.largest else _logprobs(values, tokens, summary)
+        return Drawn((tokens, logprobs, *self._top_scores(values, num_top, summary, tensors)), num_top)
 
     def _adjusted(self, logits: Tensor, changes: Tensors) -> Tensor:
         """A copy with penalties and masks, or `logits` itself if there are none.
@@ -94,10 +94,10 @@ class Sampler:
         The structure has priority over all other parameters: where bias, minimum length and the like exclude every
         allowed token, the row is the model's own, masked.
         """
-        made = self._masks.take() if self._masks is not None else {}
-        if not changes and not made:
+        on_host = self._masks.take() if self._masks is not None else {}
+        if not changes and not on_host:
             return logits
-        masks = self._copies.to_device(made) if made else {}
+        masks = self._copies.to_device(on_host) if on_host else {}
         adjusted = self._rows.copied(logits, masks)
         apply_penalties(adjusted, changes)
         if changes and masks:
@@ -126,12 +126,12 @@ class Sampler:
         tokens = self._rows.argmax(logits) if largest is None else largest
         return tokens if drawn is None else tokens.index_copy(0, tensors["drawing"], drawn)
 
-    def score(self, given: Logits, token_ids: Sequence[int], num_top: list[int]) -> ScoredTokens:
+    def score(self, logits: Logits, token_ids: Sequence[int], num_top: list[int]) -> ScoredTokens:
         """Log-probs of one token per row of the logits; `num_top`: number of top tokens per row."""
-        logits, summary = given.values, given.summary or self._rows.summarise(given.values)
+        values, summary = logits.values, logits.summary or self._rows.summarise(logits.values)
         tensors = self._copies.to_device({"tokens": np.array(token_ids, np.int64), **_top_arrays(num_top)})
-        logprobs = _logprobs(logits, tensors["tokens"], summary)
-        scores = [logprobs, *self._top_scores(logits, num_top, summary, tensors)]
+        logprobs = _logprobs(values, tensors["tokens"], summary)
+        scores = [logprobs, *self._top_scores(values, num_top, summary, tensors)]
         return _read_scores(self._copies.to_host(scores), num_top)
 
     def _top_scores(self, logits: Tensor, num_top: list[int], summary: Summary, tensors: Tensors) -> tuple[Tensor, ...]:

@@ -156,7 +156,7 @@ class DecodeBuffers:
     """The arrays of decode steps of up to the `largest` shape, on the device, at addresses that never change.
 
     `spare_block` is a block of the model's cache that no sequence gets. Block tables have rows of `max_blocks` for each
-    group. Only their columns in use are sent, and then spread on the device; behind them remain older ids of blocks.
+    group. Only their columns in use are sent, and then spread on the device; older block ids remain after them.
     """
 
     def __init__(

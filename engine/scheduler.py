@@ -337,7 +337,7 @@ class Scheduler:
 
     def _repeats_last(self, sequence: SequenceState) -> bool:
         """True if the last token of a prompt is computed once more: by the worker that continues the sequence, and by
-        forks, which need its logits. A recurrent state behind that token does not give them; the one before it does.
+        forks, which need its logits. The recurrent state after that token does not give them; the one before it does.
         """
         return bool(self.config.state_blocks and (sequence.hand_over or sequence.forks))
 

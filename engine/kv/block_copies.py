@@ -54,7 +54,7 @@ class Stream(Protocol):
         ...
 
     def record_event(self, event: Any) -> Any:
-        """Set the event behind what the stream has been given."""
+        """Set the event after the work that the stream has been given."""
         ...
 
 

@@ -162,7 +162,9 @@ class BlockTables:
         return True
 
     def _restore(self, sequence: SequenceState, hashes: list[BlockHash], entries: list[int]) -> None:
-        """Copy KV from disk into the blocks of these entries of the sequence's table, counted behind the state's."""
+        """Copy KV from disk into the blocks of these entries of the sequence's table; 0 is the first one after the
+        state's.
+        """
         payloads, sequence.from_disk = sequence.from_disk, BlockPayloads()
         if self.evicted is not None and entries:
             blocks = [sequence.block_table[self._state_blocks + entry] for entry in entries]

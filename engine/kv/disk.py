@@ -168,8 +168,8 @@ class BlockFiles:
         return payload
 
     def trim(self, room: int = 0) -> None:
-        """Remove the files that were not used for the longest time while there is too much beside `room` bytes that are
-        about to be written, and unfinished ones.
+        """Remove the files that were not used for the longest time until there is space for `room` more bytes, and
+        unfinished files.
         """
         self._room = room
         files: list[tuple[float, int, Path]] = []
@@ -184,10 +184,10 @@ class BlockFiles:
                 elif now_s - status.st_mtime > _STALE_S:
                     _remove(path)
         files = _with_true_ages(files, time.time())
-        num_bytes, most = sum(size for _, size, _ in files), self._max_bytes - room
-        if num_bytes <= most:
+        num_bytes, max_bytes = sum(size for _, size, _ in files), self._max_bytes - room
+        if num_bytes <= max_bytes:
             return
-        excess = num_bytes - min(most, int(self._max_bytes * _TRIM_TO))
+        excess = num_bytes - min(max_bytes, int(self._max_bytes * _TRIM_TO))
         for _, size, path in sorted(files):
             _remove(path)
             excess -= size

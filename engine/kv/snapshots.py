@@ -46,7 +46,7 @@ class Snapshots:
         return next((n for n in range(len(hashes), 0, -1) if self._pool.snapshot(hashes[n - 1])), 0)
 
     def missing(self, hashes: list[BlockHash]) -> list[BlockHash]:
-        """Hashes of the blocks behind the last snapshot in memory: a snapshot on disk that saves more ends at one of
+        """Hashes of the blocks after the last snapshot in memory: a snapshot on disk that saves more ends at one of
         them.
         """
         first = self.find(hashes[: len(self._pool.match(hashes))])
@@ -131,7 +131,7 @@ class Snapshots:
         sequence.saving = []
 
     def _supersede(self, sequence: SequenceState) -> None:
-        """Let the snapshots of the conversation's former turns go first: the next turn begins behind them."""
+        """Let the snapshots of the conversation's former turns be evicted first: the next turn begins after them."""
         spec = sequence.spec
         if conversation := spec.cache_hints.session_id:
             for block_hash in sequence.block_hashes[: sequence.num_cached_tokens // self._block_size]:

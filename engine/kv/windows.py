@@ -33,7 +33,7 @@ class Windows:
         self, hashes: Sequence[BlockHash], token: int | None = None, on_disk: Collection[BlockHash] = ()
     ) -> list[int | None]:
         """Entries of a table for the longest prefix of `hashes` whose blocks are indexed or `on_disk`, as far as this
-        token sees them; `token` None: the one behind the prefix. Indexed blocks are not held yet, see BlockPool.match;
+        token sees them; `token` None: the one after the prefix. Indexed blocks are not held yet, see BlockPool.match;
         those on disk are None.
         """
         groups, length = self._groups, len(hashes)
@@ -85,14 +85,14 @@ class Windows:
         return None
 
     def _first_visible(self, num_positions: int, token: int | None) -> list[int]:
-        """The first position in each group that the token sees. None: the token behind `num_positions` positions."""
+        """The first position in each group that the token sees. None: the token after `num_positions` positions."""
         groups = self._groups
         token = num_positions * groups.block_size if token is None else token
         return [groups.first_visible(group, token) for group in range(groups.count)]
 
     def needs_block(self, num_tokens: int, num_reused: int, token: int | None) -> list[bool]:
         """For each entry of a prompt's table: True if it needs a block at admission, because the last token sees it, or
-        the token that is computed next, behind `num_reused` positions (`token`: see `match`).
+        the token that is computed next, after `num_reused` positions (`token`: see `match`).
         """
         groups, num_positions = self._groups, self._groups.num_positions(num_tokens)
         if not self._windowed_groups:

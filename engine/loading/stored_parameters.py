@@ -25,7 +25,7 @@ def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
 
 
 _STACKED_SCALES = ("_scale_inv", "_scale", ".weight_scale_inv", ".weight_scale")
-"""Ends of the names of scales, behind the name of the tensor that stacks the matrices of experts."""
+"""Suffixes of the names of scales, after the name of the tensor that stacks the matrices of experts."""
 
 
 def open_stored(model_dir: Path, specs: Iterable[ParameterSpec]) -> dict[str, StoredTensor]:

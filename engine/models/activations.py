@@ -33,9 +33,9 @@ def activation_of(config: "ModelConfig", stored_xielu: Tensor | None) -> Activat
     return activation
 
 
-def _scaled(activation: Activation, before: float, behind: float, x: Tensor) -> Tensor:
+def _scaled(activation: Activation, before: float, after: float, x: Tensor) -> Tensor:
     """An activation between two factors."""
-    return activation(x * before) * behind
+    return activation(x * before) * after
 
 
 def _sparse(activation: Activation, num_deviations: float, x: Tensor) -> Tensor:

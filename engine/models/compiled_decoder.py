@@ -101,7 +101,7 @@ class CompiledDecoder:
         self._row_costs = costs_of_rows(config, np.dtype(operands).itemsize)
         places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
         self._num_groups = cache.layout.groups.count
-        self._written = 2 * last_writing_layer(config) + 1  # halves behind which all KV is written
+        self._written = 2 * last_writing_layer(config) + 1  # halves of layers after which all KV is written
         self._largest_kv = largest_number(cache.tensor.dtype)
         self._model = model_constants(config, packed, layers, shapes, cache, places)
         self._unlinked = list(LAYER_KERNELS) if compile_all else needed_by(self._model)

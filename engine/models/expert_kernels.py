@@ -2,7 +2,7 @@
 
 Imported only where Triton is installed; see engine/attention/triton_kernels.py for its interpreter and its compiler. A
 row makes `top_k` choices. Choice c is made by row c // top_k, and names an expert. Matrices of experts lie apart, each
-where it was loaded: `weights` is the first one, and `offsets` say how many numbers behind it each begins.
+where it was loaded: `weights` is the first one, and `offsets` say how many numbers after it each begins.
 """
 
 import triton

@@ -19,7 +19,7 @@ from engine.models.rope import Rotation, rotate
 
 
 class LatentHeads:
-    """The products of latent attention between a layer's first projection and the attention backend, and behind it."""
+    """The products of latent attention between a layer's first projection and the attention backend, and after that."""
 
     def __init__(
         self,

@@ -167,8 +167,8 @@ def _first_matrices(config: ModelConfig, layers: Sequence[int]) -> Int64s:
     for layer in layers:
         names = matrix_names(config, layer)
         places = [names.index(name) if name in names else 0 for name in ("qkv", "recurrent_in")]
-        behind = max((place + 1 for place, name in enumerate(names) if name in ("o", "recurrent_out")), default=0)
-        firsts.append([number + place for place in (*places, behind)])
+        after = max((place + 1 for place, name in enumerate(names) if name in ("o", "recurrent_out")), default=0)
+        firsts.append([number + place for place in (*places, after)])
         number += len(names)
     return np.array(firsts, np.int64)
 

@@ -87,7 +87,7 @@ class LoopThreads:
         layers: Range = _NO_LAYERS,
         needed: tuple[int, ...] = (0,),
     ) -> None:
-        """Run a kernel in all threads, each with its own arguments and, behind them, its team. Return when all have
+        """Run a kernel in all threads, each with its own arguments and, after them, its team. Return when all have
         returned.
 
         needed: for each row share, the first share that it needs; each share has a team, all of equal size.

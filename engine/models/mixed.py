@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """The model's own row for a token in this layer (per-layer embeddings, Gemma 3n), added behind a gate that the
+    """The model's own row for a token in this layer (per-layer embeddings, Gemma 3n), added through a gate that the
     residual opens.
     """
 

@@ -266,7 +266,7 @@ def _take_positions(parameters: Parameters, config: ModelConfig, share: RankShar
 
 
 def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearParameters:
-    """The matrix with gates of attention, if any, behind the values, not behind the queries."""
+    """The matrix with the gates of attention, if any, after the values instead of after the queries."""
     if not config.attention_gate:
         return matrix
     given = (matrix.scales, matrix.zeros, matrix.bias, matrix.numbers)

@@ -45,7 +45,7 @@ def take_layer_inputs(parameters: Parameters, config: ModelConfig) -> tuple[Arra
 
 
 def take_scalars(parameters: Parameters, config: ModelConfig, layers: range) -> Floats:
-    """The factors of the residual behind each of these layers."""
+    """The factors of the residual after each of these layers."""
     if config.mixed is None:
         return np.ones(len(layers), np.float32)
     scalars: Floats = torch.cat([parameters.take(f"layers.{layer}.scalar").float() for layer in layers]).numpy()

@@ -97,7 +97,7 @@ def read_packed(path: Path) -> PackedDecoder:
 
 
 def _arrays(packed: PackedDecoder) -> Mapping[str, NDArray[Any]]:
-    """All arrays by name, and padding behind those that do not end with a cache line."""
+    """All arrays by name, and padding after those that do not end with a cache line."""
     arrays = {name: array for name, array in packed._asdict().items() if name not in _PARTS}
     for part in _PARTS:
         weights: Weights = getattr(packed, part)

@@ -29,14 +29,14 @@ def largest_number(kind: torch.dtype) -> float:
 
 
 def batch_of_results(batch: Batch, rows: Int64s) -> Batch:
-    """These rows of a step as a step in which each is a sequence of its own, behind the tokens that it sees."""
+    """A step of these rows, in which each is a sequence of its own, the last of the tokens that it sees."""
     sequences = np.searchsorted(batch.query_starts, rows, "right") - 1
     rotated = batch.rotations.rows
-    behind = batch.query_starts[sequences + 1] - rows.astype(np.int32)
+    num_later = batch.query_starts[sequences + 1] - rows.astype(np.int32)
     return Batch(
         slots=batch.slots[rows],
         segments=batch.segments[sequences],
-        context_lens=batch.context_lens[sequences] - behind + np.int32(1),
+        context_lens=batch.context_lens[sequences] - num_later + np.int32(1),
         prompt_lens=batch.prompt_lens[sequences],
         query_starts=np.arange(len(rows) + 1, dtype=np.int32),
         rotations=batch.rotations._replace(rows=rotated[rows] if len(rotated) else rotated),

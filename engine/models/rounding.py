@@ -75,7 +75,7 @@ def _empty_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def _some_groups(weight: Tensor, group: int) -> Iterator[tuple[slice, Tensor]]:
-    """Some rows at a time, and their numbers in fp32 [rows, groups, group], with zeros behind the last input."""
+    """Some rows at a time, and their numbers in fp32 [rows, groups, group], padded with zeros."""
     num_outputs, num_inputs = weight.shape
     rows_at_once = max(1, _ELEMENTS_AT_ONCE // num_inputs)
     with one_thread():

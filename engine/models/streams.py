@@ -74,7 +74,7 @@ def take_streams(parameters: Parameters, prefix: str, config: ModelConfig, linea
 
 
 class SplitStreams:
-    """The streams before the first layer: embedded tokens, and projections of them that are as long."""
+    """The streams before the first layer: embedded tokens, and projections of them, of equal length."""
 
     def __init__(self, projections: Sequence["LinearLayer"]) -> None:
         self._projections = projections
@@ -87,7 +87,9 @@ class SplitStreams:
 
 
 class JoinStreams:
-    """The residual behind the last layer: the mean of the first stream and of projections of the others, as long."""
+    """The residual after the last layer: the mean of the first stream and of projections of the others, of equal
+    length.
+    """
 
     def __init__(self, projections: Sequence["LinearLayer"]) -> None:
         self._projections = projections

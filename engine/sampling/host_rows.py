@@ -29,7 +29,7 @@ class RowThreads(Protocol):
     def count(self) -> int: ...
 
     def run(self, kernel: Kernel, arguments: Sequence[Sequence[Stored]]) -> None:
-        """Run a kernel in all threads, each with its own arguments, three, and its team behind them."""
+        """Run a kernel in all threads, each with its own three arguments, followed by its team."""
         ...
 
 

@@ -60,7 +60,7 @@ def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def vault_gemma(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """VaultGemma 1B: Gemma 2 without the norms behind attention and MLP."""
+    """VaultGemma 1B: Gemma 2 without the norms after attention and MLP."""
     return replace(
         gemma2(plain, raw), tensors=replace(_GEMMA, post_norm="pre_feedforward_layernorm"), block="sequential"
     )

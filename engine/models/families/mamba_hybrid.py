@@ -97,10 +97,10 @@ def falcon_h1(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def _factors(raw: RawConfig, key: str, count: int) -> tuple[float, ...]:
-    given = numbers(raw, key) or (1.0,) * count
-    if len(given) != count:
-        raise ConfigurationError(f"config.json: {key} must have {count} numbers, got {len(given)}")
-    return given
+    factors = numbers(raw, key) or (1.0,) * count
+    if len(factors) != count:
+        raise ConfigurationError(f"config.json: {key} must have {count} numbers, got {len(factors)}")
+    return factors
 
 
 _NEMOTRON_H = TensorNames(

@@ -1,4 +1,4 @@
-"""OLMo and EXAONE 4: no norms in front of attention and MLP, but norms behind them (OLMo 2 and 3, EXAONE 4).
+"""OLMo and EXAONE 4: no norms before attention and MLP, but norms after them (OLMo 2 and 3, EXAONE 4).
 
 OLMo 1 is Llama whose layer norms have no weights. OLMo 2 norms all queries of a token together, and all its keys;
 EXAONE 4 norms each head. OLMo 3 and EXAONE 4 32B have windows in three of four layers: OLMo 3 scales the rotary

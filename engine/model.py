@@ -47,8 +47,8 @@ class LayerGroups:
 
 Finish = Callable[[], Tensor]
 """Waits for the end of a forward pass. Returns hidden states [num_tokens, hidden_size] before the final norm, which may
-be a buffer of the model, valid until the next pass begins. Rows that are not in `ForwardMetadata.result_rows` may be
-those between two layers. Passes are finished in the order in which they began.
+be a buffer of the model, valid until the next pass begins. Rows that are not in `ForwardMetadata.result_rows` may
+hold the residual of an earlier layer. Passes are finished in the order in which they began.
 """
 
 

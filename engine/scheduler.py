@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 
 from engine.batch import BatchesInFlight, ScheduledBatch, ScheduledSequence, batch_order
 from engine.kv.block_pool import BlockPool
-from engine.kv.block_tables import BlockTables, EvictedBlocks
+from engine.kv.block_tables import BlockTables, EvictedBlockStore
 from engine.runner import RunnerOutput
 from engine.sequence import SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
@@ -66,7 +66,7 @@ class Scheduler:
     Some blocks go earlier, see `BlockTables.trim` and `CopyOnWrite.end_step`.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlockStore | None = None) -> None:
         self.config = config
         self.pool = pool
         self.tables = BlockTables(config, pool, evicted)

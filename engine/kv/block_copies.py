@@ -156,7 +156,7 @@ class BlockCopies:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._lanes = threading.local()
+        self._local = threading.local()
         self._written: dict[int, Event] = {}  # by layer
         self.note_changed()  # the cache was filled with zeros
 
@@ -176,17 +176,17 @@ class BlockCopies:
 
     def read(self, units: Tensor, layers: Span, block_ids: Sequence[int], out: Bytes) -> None:
         """Copy these blocks of `layers` to `out`."""
-        words, lane = _as_words(units), self._lane(len(block_ids), out.size)
+        words, channel = _as_words(units), self._channel(len(block_ids), out.size)
         target = torch.from_numpy(out)
-        arriving = target if self._streams.is_pinned(target) else lane.on_host
-        with self._streams.on(lane.stream):
-            lane.send_ids(block_ids)
+        arriving = target if self._streams.is_pinned(target) else channel.on_host
+        with self._streams.on(channel.stream):
+            channel.send_ids(block_ids)
             for event in {id(event): event for event in self._events(layers)}.values():
-                lane.stream.wait_event(event)
-            torch.index_select(words, 2, lane.ids, out=_shaped(lane.on_device, words, len(block_ids)))
-            arriving.copy_(lane.on_device, non_blocking=True)
-            lane.stream.record_event(lane.done)
-        lane.done.synchronize()
+                channel.stream.wait_event(event)
+            torch.index_select(words, 2, channel.ids, out=_shaped(channel.on_device, words, len(block_ids)))
+            arriving.copy_(channel.on_device, non_blocking=True)
+            channel.stream.record_event(channel.done)
+        channel.done.synchronize()
         if arriving is not target:
             target.copy_(arriving)
 
@@ -196,15 +196,15 @@ class BlockCopies:
         blocks; after an error the blocks are unchanged.
         """
         num_bytes = len(block_ids) * (units.numel() // units.shape[2])
-        words, lane = _as_words(units), self._lane(len(block_ids), num_bytes)
-        yield lane.on_host.numpy()
-        with self._streams.on(lane.stream):
-            lane.send_ids(block_ids)
-            lane.on_device.copy_(lane.on_host, non_blocking=True)
-            lane.stream.wait_event(self._changed)
-            words.index_copy_(2, lane.ids, _shaped(lane.on_device, words, len(block_ids)))
-            lane.stream.record_event(lane.done)
-        lane.done.synchronize()
+        words, channel = _as_words(units), self._channel(len(block_ids), num_bytes)
+        yield channel.on_host.numpy()
+        with self._streams.on(channel.stream):
+            channel.send_ids(block_ids)
+            channel.on_device.copy_(channel.on_host, non_blocking=True)
+            channel.stream.wait_event(self._changed)
+            words.index_copy_(2, channel.ids, _shaped(channel.on_device, words, len(block_ids)))
+            channel.stream.record_event(channel.done)
+        channel.done.synchronize()
 
     def _now(self) -> Event:
         event = self._streams.new_event()
@@ -217,16 +217,16 @@ class BlockCopies:
             if (event := self._written.get(layer)) is not None:
                 yield event
 
-    def _lane(self, num_ids: int, num_bytes: int) -> "_Lane":
-        lane: _Lane | None = getattr(self._lanes, "lane", None)
-        if lane is None:
-            lane = self._lanes.lane = _Lane(self._streams)
-        lane.divide(num_ids, num_bytes)
-        return lane
+    def _channel(self, num_ids: int, num_bytes: int) -> "_Channel":
+        channel: _Channel | None = getattr(self._local, "channel", None)
+        if channel is None:
+            channel = self._local.channel = _Channel(self._streams)
+        channel.divide(num_ids, num_bytes)
+        return channel
 
 
-class _Lane:
-    """One thread's stream, and memory on both sides, which grows to the largest payload: ids of blocks, then bytes."""
+class _Channel:
+    """One thread's stream, and staging memory on both sides for block ids and a payload, which grows as needed."""
 
     def __init__(self, streams: Streams) -> None:
         self.stream = streams.new_stream()

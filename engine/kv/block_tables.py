@@ -28,7 +28,7 @@ from mesh.domain.kv import BlockHash, group_hash
 from mesh.domain.kv_groups import NO_BLOCK
 
 
-class EvictedBlocks(Protocol):
+class EvictedBlockStore(Protocol):
     """Where evicted blocks are kept. Plug point: engine.kv.disk.DiskCache, and fakes in tests."""
 
     def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
@@ -54,7 +54,7 @@ class BlockTables:
     `beside`, which will grow and would preempt the newcomer, and for `next_in_line`, which has waited for longer.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlockStore | None) -> None:
         self.evicted = evicted
         self._pool = pool
         self._groups = config.groups

@@ -44,7 +44,7 @@ _MAX_WAITING_BYTES = 256 << 20
 _TRIM_TO = 0.9
 _STALE_S = 600.0
 _MARK_STEP_NS = 1000  # file systems that round times keep microseconds
-_COMPLAIN_EVERY_S = 60.0
+_WARN_INTERVAL_S = 60.0
 _SUFFIX = ".kv"
 _OWN_FOLDER = re.compile(r"[0-9a-f]{24}")
 _OWN_FILE = re.compile(rf"[0-9a-f]+\{_SUFFIX}(\.\w+)?")
@@ -250,7 +250,7 @@ class DiskCache:
         self._queue: queue.SimpleQueue[tuple[BlockHash, bytearray] | None] = queue.SimpleQueue()
         self._reader = ThreadPoolExecutor(1, "kv-disk-read")
         self._writer = threading.Thread(target=self._write_all, name="kv-disk-write", daemon=True)
-        self._complained_s = -_COMPLAIN_EVERY_S
+        self._warned_s = -_WARN_INTERVAL_S
         self._writer.start()
 
     def evicted(self, block_id: int, block_hash: BlockHash) -> None:
@@ -334,11 +334,11 @@ class DiskCache:
                     self.counts.written += 1
             except (OSError, MemoryError) as error:
                 self.counts.dropped += 1
-                self._complain(error)
+                self._warn_seldom(error)
             finally:
                 self._writes.give_back(self._block_bytes)
 
-    def _complain(self, error: Exception) -> None:
-        if time.monotonic() - self._complained_s >= _COMPLAIN_EVERY_S:
-            self._complained_s = time.monotonic()
+    def _warn_seldom(self, error: Exception) -> None:
+        if time.monotonic() - self._warned_s >= _WARN_INTERVAL_S:
+            self._warned_s = time.monotonic()
             log.warning("KV cannot be kept on disk", error=repr(error))

@@ -23,7 +23,7 @@ from engine.sequence import BlockPayloads, SequenceState
 from mesh.domain.kv import BlockHash, state_block_hashes
 
 Fill = Callable[[Sequence[int], Sequence[bytes]], None]
-"""Copies payloads into blocks: `EvictedBlocks.restore`."""
+"""Copies payloads into blocks: `EvictedBlockStore.restore`."""
 _ANSWERS_START = 8
 """Tokens at the end of a prompt that the next turn may lack: a template's "assistant", and the mark of reasoning."""
 _LEAST_SAVED = 16

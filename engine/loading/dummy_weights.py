@@ -16,8 +16,8 @@ _MAX_DRAWN = 2**22
 def dummy_values(spec: ParameterSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
     """Numbers that depend on the seed, not on the device: norms are 1, biases and matrices small.
 
-    Behind _MAX_DRAWN numbers the same rows come again, shifted by a column: to draw each number would take longer than
-    to pack it, and to draw those of a vocabulary at once twice the memory.
+    After _MAX_DRAWN numbers the same rows are repeated, shifted by a column: drawing each number would take longer than
+    packing it, and drawing those of a vocabulary at once would take twice the memory.
     """
     if spec.is_scale:
         return torch.ones(spec.held_shape, dtype=dtype, device=device)

@@ -43,7 +43,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
 
 _MATRIX_BYTES = {"int8": 1, "int4": 0.5 + 3 / INT4_GROUP, "fp8": 2}
-"""Bytes of a number of a matrix, by encoding; groups in int4 have a scale and a zero. Models in fp8 may have some
+"""Bytes per number of a matrix, by encoding. Groups in int4 have a scale and a zero; models in fp8 may have some
 matrices in bf16.
 """
 

@@ -9,7 +9,7 @@ from engine.runner_settings import RunnerSettings
 
 # Priors, not measured yet: workspaces of libraries, and partial results of attention.
 _WORKSPACE_BYTES = 128 << 20
-# Of one logit: as it is computed, as it is returned, scaled, penalised, kept or not, sorted with its place, summed up.
+# Per logit: as it is computed, as it is returned, scaled, penalised, kept or not, sorted with its place, summed up.
 _LOGIT_BYTES = 56
 
 
@@ -40,7 +40,7 @@ def _channel_scan_bytes(config: AnyConfig, num_tokens: int) -> int:
 
 
 def row_numbers(config: AnyConfig, *, experts_on_device: bool = False) -> int:
-    """Numbers of a token that are held at the same time in a layer, at most."""
+    """The most numbers per token that a layer holds at the same time."""
     width = config.hidden_size
     if isinstance(config, EncoderDecoderConfig):
         return 8 * width + 8 * config.num_heads * config.head_dim + 3 * config.intermediate_size

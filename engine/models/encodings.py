@@ -104,7 +104,7 @@ class StoredMatrices(NamedTuple):
 ALL_FLOAT = StoredMatrices()
 
 Values = tuple[str, Tensor | LinearParameters, bool]
-"""Name and values of a parameter, and if it is a matrix; a matrix may be in the model's encoding already."""
+"""Name and values of a parameter, and whether it is a matrix, which may be in the model's encoding already."""
 
 
 class Parameters:

@@ -1,7 +1,7 @@
 """Makes quantised checkpoints: the work of `tandem quantize`. engine/quantized_formats reads them.
 
 make.py              the pass through the model: layer by layer, in bounded memory
-float_checkpoint.py  the checkpoint that is quantised, which must stay as it is meanwhile
+float_checkpoint.py  the checkpoint that is quantised, which must not change meanwhile
 layer.py             a layer of any family in fp32, which tells what its matrices multiply
 statistics.py        the inputs of a matrix, summed over the calibration prompts
 rare_experts.py      experts that few calibration tokens reach, and what they are rounded with

@@ -1,4 +1,4 @@
-"""A checkpoint in fp32, bf16 or fp16, opened to be quantised: its headers are read, and it must stay as it is until the
+"""A checkpoint in fp32, bf16 or fp16, opened to be quantised: its headers are read, and it must not change until the
 result is complete.
 """
 

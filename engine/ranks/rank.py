@@ -115,7 +115,7 @@ class Rank:
         return partial(self._execute, compiled, partial(_execute_compiled, compiled, self._group))
 
     def lead(self, own_cache: KVCache, cache: AnyKVCache) -> ModelRunner:
-        """In rank 0: build the runner. `cache` copies and clears blocks in all ranks, which execute commands by now."""
+        """In rank 0: build the runner. `cache` copies and clears blocks in all ranks, which already follow."""
         summing = self._summing
         decoder = self._compiled(own_cache) if summing is None else self._eager(own_cache, summing)
         cache.clear_blocks([0])  # in which the decoder has compiled the loops

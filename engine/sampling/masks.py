@@ -86,8 +86,8 @@ class TokenMasks:
         return "" if grammar is None else grammar.failure
 
     def num_rows(self, sequence: SequenceState) -> int | None:
-        """The leading rows of the sequence's last step that count; None: all. Behind later drafts the grammar was too
-        much work, so that the rows have no masks. The step that follows such a draft without drafts will tell.
+        """The number of leading rows of the sequence's last step that count; None: all. After later drafts the grammar
+        was too much work, so these rows have no masks; a step without drafts decides about the tokens there.
         """
         grammar = self._grammars.get(sequence.key)
         return None if grammar is None else grammar.num_rows

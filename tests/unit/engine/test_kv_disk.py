@@ -395,7 +395,7 @@ def test_blocks_that_wait_for_their_sequence_are_limited(tmp_path: Path) -> None
 
 
 class Kept:
-    """Blocks by hash, as an EvictedBlocks; `restored` are the ids of blocks that were filled."""
+    """Blocks by hash, as an EvictedBlockStore; `restored` are the ids of blocks that were filled."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}

@@ -104,7 +104,7 @@ class RecurrentLife(SchedulerLife):
 
 
 class Disk:
-    """As an EvictedBlocks, of which the scheduler calls `restore` only."""
+    """As an EvictedBlockStore, of which the scheduler calls `restore` only."""
 
     def __init__(self, restore: Callable[[Sequence[int], Sequence[Any]], None]) -> None:
         self.restore = restore

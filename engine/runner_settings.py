@@ -12,42 +12,37 @@ from mesh.domain.kv import Degrees
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """Without `num_blocks` the KV cache gets this worker's share of the device's memory once the weights are loaded, at
-    most `max_blocks`. `companion_block_bytes` is the size of a block in the draft model's cache, `companion_bytes` the
-    other memory that the draft model takes on a GPU. `device` "auto" is CUDA if available; `dtype` "auto" is the
-    checkpoint's dtype, but fp32 on CPU where the compiled decoder would have to round or cannot run.
-    `layers_per_group`, `group_bytes`: see ModelRunner. `max_batch_tokens` limits the steps of several ranks, which
-    share their memory; with `max_sampled_rows` it says how much of a GPU a step takes. At most `max_loaded_adapters`
-    are in memory; 0: all. `keep_all_kv`: KV behind sliding windows is not freed. `compile_all`: see CompiledDecoder.
-    """
+    """The model to load, and how to run it; made from the settings of a worker (worker/engine_settings.py)."""
 
     model_dir: Path
-    device: str = "cpu"
+    device: str = "cpu"  # "auto": CUDA if available
     dtype: str = "auto"
+    """With "auto" the checkpoint's, but fp32 on CPU where the compiled decoder would have to round or cannot run."""
     load_format: str = "auto"
     seed: int = 0
     block_size: int = 16
     num_blocks: int | None = None
+    """None: the worker's share of the device's memory once the weights are loaded, but at most `max_blocks`."""
     max_blocks: int | None = None
-    companion_block_bytes: int = 0
-    companion_bytes: int = 0
+    companion_block_bytes: int = 0  # the draft model's, in addition to each block
+    companion_bytes: int = 0  # other memory that the draft model takes on a GPU
     kv_memory: KVMemorySettings = field(default_factory=KVMemorySettings)
     attention: str = "auto"
-    layers_per_group: int = LAYERS_PER_GROUP
+    layers_per_group: int = LAYERS_PER_GROUP  # this and the next: see ModelRunner
     group_bytes: int = 0
     quantize: str = "none"
     kv_dtype: str = "auto"
     enforce_eager: bool = False
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    max_batch_tokens: int = 2048
-    max_sampled_rows: int = 64
+    max_batch_tokens: int = 2048  # limit for several ranks, whose steps share memory, and for activations on a GPU
+    max_sampled_rows: int = 64  # likewise on a GPU
     rope: RopeOverride = NO_ROPE_OVERRIDE
     adapters: tuple[AdapterFiles, ...] = ()
-    max_loaded_adapters: int = 0
+    max_loaded_adapters: int = 0  # in memory at once; 0: all
     graphs: GraphSettings = NO_GRAPHS
-    keep_all_kv: bool = False
-    compile_all: bool = False
+    keep_all_kv: bool = False  # also KV behind sliding windows, which is freed otherwise
+    compile_all: bool = False  # see CompiledDecoder
 
     def __post_init__(self) -> None:
         require_known(self)

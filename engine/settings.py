@@ -40,29 +40,22 @@ def require_known(settings: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`max_batch_tokens` limits the tokens of a step, `max_num_seqs` the sequences that run at the same time.
-
-    `max_in_flight` limits the batches that are computed at the same time, one in each pipeline stage.
-
-    `max_step_stretch` limits the time of a step with prompts, as a multiple of the time of a step without them, as
-    PromptPace estimates both; 0: no limit. It protects sequences whose prompts another worker has computed.
-
-    With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
-    step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that requests may use.
-    `state_blocks`, `windows` and `windows_are_chunks`: see KVLayout. With a state one batch is in flight, and no token
-    is computed that may be wrong.
-    """
+    """Limits of the scheduler, and the facts of the model that it must know."""
 
     block_size: int
-    max_batch_tokens: int
-    max_num_seqs: int
+    max_batch_tokens: int  # tokens of a step
+    max_num_seqs: int  # sequences that run at the same time
     max_model_len: int
     prefix_caching: bool = True
     whole_prompts: bool = False
-    max_in_flight: int = 1
+    """An encoder reads prompts: their tokens attend to each other, so a prompt is computed in one step, and shares KV
+    only with equal prompts."""
+    max_in_flight: int = 1  # batches that are computed at the same time, one in each pipeline stage; 1 with a state
     max_step_stretch: float = 0.0
-    adapters: frozenset[str] = frozenset()
-    state_blocks: int = 0
+    """Limit on the time of a step with prompts, as a multiple of the time of a step without them, as PromptPace
+    estimates both; 0: no limit. It protects sequences whose prompts another worker has computed."""
+    adapters: frozenset[str] = frozenset()  # digests of the LoRA adapters that requests may use
+    state_blocks: int = 0  # this and the next two: see KVLayout
     windows: tuple[int, ...] = ()
     windows_are_chunks: bool = False
 

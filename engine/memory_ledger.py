@@ -25,26 +25,20 @@ _SUFFIX = ".json"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The memory of one worker on a device. `kv_bytes` is 0 until its weights are loaded.
-
-    `anonymous_bytes_before` is the anonymous memory of the process when the entry was made, updated when its
-    share of memory for KV is known. `usable_bytes` is `Budget.usable_bytes` at that time. `mapped_bytes` are the
-    weights that stay in files, by the identity of the files: workers that map the same files share the memory.
-
-    A worker of several ranks has its other ranks in `rank_pids`, and its KV, except for a draft model's, in shared
-    memory, the file descriptor `kv_fd` of the process. -1: it has none.
-    """
+    """The memory of one worker on a device."""
 
     device: str
     owner: str
     pid: int
     weights_bytes: int
-    anonymous_bytes_before: int
-    kv_bytes: int = 0
-    usable_bytes: int = 0
+    anonymous_bytes_before: int  # anonymous memory of the process when it entered, later when its KV was promised
+    kv_bytes: int = 0  # 0 until the weights are loaded
+    usable_bytes: int = 0  # `Budget.usable_bytes` when the KV was promised
     mapped_bytes: Mapping[str, int] = field(default_factory=dict)
-    rank_pids: Sequence[int] = ()
+    """Weights that stay in files, by the identity of the files: workers that map the same files share the memory."""
+    rank_pids: Sequence[int] = ()  # the worker's other ranks
     kv_fd: int = -1
+    """The process's file descriptor of shared memory with the KV of all ranks, without a draft model's; -1: none."""
 
     @property
     def is_loading(self) -> bool:

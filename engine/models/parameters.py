@@ -37,20 +37,15 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A tensor of the checkpoint with its stored shape.
-
-    `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns; if
-    it is `flat`, single numbers, counted through all rows. It may be a `member` of a tensor that stacks several
-    matrices or vectors.
-    """
+    """A tensor of the checkpoint that fills rows of a parameter."""
 
     name: str
-    shape: tuple[int, ...]
-    rows: RowOrder | None = None
-    transposed: bool = False
-    flat: bool = False
-    member: int | None = None
-    stack: Stack | None = None
+    shape: tuple[int, ...]  # as it is stored
+    rows: RowOrder | None = None  # selects and orders its rows; None: all in order
+    transposed: bool = False  # `rows` selects columns
+    flat: bool = False  # `rows` selects single numbers, counted through all rows
+    member: int | None = None  # the number of this one, if the tensor stacks several matrices or vectors
+    stack: Stack | None = None  # a tensor that the checkpoint may have instead
 
     @property
     def num_rows(self) -> int:
@@ -63,27 +58,20 @@ class Source:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterSpec:
-    """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`.
-
-    Without sources it is the offset. With `unit_rows` each row is divided by its length. A parameter that `is_matrix`
-    is multiplied by rows and stored by the weights' encoding; the embedding, norms and biases are not. A `wide`
-    parameter stays in fp32 if the model is in fp16; one `in_fp32` always is. A rank holds only the rows `held_rows`,
-    which are a matrix's outputs, and the inputs `held_inputs`; None: all of them. It holds nothing of a parameter that
-    is not `is_held`.
-    """
+    """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`; no sources count as 0."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
     factor: float = 1.0
     offset: float = 0.0
-    unit_rows: bool = False
-    is_matrix: bool = False
-    wide: bool = False
-    in_fp32: bool = False
-    held_rows: RowOrder | None = None
-    held_inputs: Span | None = None
-    is_held: bool = True
+    unit_rows: bool = False  # each row is divided by its length
+    is_matrix: bool = False  # is multiplied and has an encoding, unlike the embedding, norms and biases
+    wide: bool = False  # stays in fp32 if the model is in fp16
+    in_fp32: bool = False  # always in fp32
+    held_rows: RowOrder | None = None  # rows that a rank holds, a matrix's outputs; None: all
+    held_inputs: Span | None = None  # inputs that a rank holds; None: all
+    is_held: bool = True  # False: the rank holds nothing of it
 
     @property
     def held_shape(self) -> tuple[int, ...]:

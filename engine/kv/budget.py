@@ -146,15 +146,16 @@ class KVMemoryShare:
         `later_bytes`: memory that it takes after its KV. If the folder is not usable, log a warning and use no ledger.
         """
         weights_bytes += later_bytes
-        share = cls(device, settings, weights_bytes, mapped_bytes or {}, later_bytes)
+        mapped_bytes = mapped_bytes or {}
+        ledger: MemoryLedger | None = None
+        held: HeldEntry | None = None
         if settings.ledger is not None:
             try:
-                share._ledger = open_ledger(settings.ledger)
-                memory = device_memory(device)
-                share._held = share._ledger.enter(memory, settings.owner, weights_bytes, share.mapped_bytes)
+                ledger = open_ledger(settings.ledger)
+                held = ledger.enter(device_memory(device), settings.owner, weights_bytes, mapped_bytes)
             except OSError as error:
                 log.warning("KV memory is not shared with other workers of this machine", error=str(error))
-        return share
+        return cls(device, settings, weights_bytes, mapped_bytes, later_bytes, _ledger=ledger, _held=held)
 
     def add_ranks(self, pids: Sequence[int], kv_fd: int) -> None:
         """Announce the worker's other ranks, which load their part of the weights, and the file of their KV."""

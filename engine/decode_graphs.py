@@ -119,13 +119,13 @@ class DecodeGraphs:
 
     def can_run(self, step: StepInput) -> bool:
         is_decode = len(step.token_ids) == len(step.sample_rows)  # no prompt: tokens and their drafts
-        fits = len(step.context_lens) <= self._sizes[-1] and _longest(step) <= self._max_queries
-        return is_decode and fits and not step.adapters and self._buffers.hold(step)
+        fits = len(step.context_lens) <= self._sizes[-1] and _most_queries(step) <= self._max_queries
+        return is_decode and fits and not step.adapters and self._buffers.fit(step)
 
     def run(self, step: StepInput) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of a step that `can_run` accepts, valid until the next call."""
         size = self._sizes[bisect_left(self._sizes, len(step.context_lens))]
-        shape = StepShape(size, 1 if _longest(step) == 1 else self._max_queries)
+        shape = StepShape(size, 1 if _most_queries(step) == 1 else self._max_queries)
         if self.on_run is not None:
             self.on_run(step, shape)
         return self.replay(step, shape)
@@ -143,7 +143,7 @@ def _forward_on(buffers: "DecodeBuffers", shape: StepShape, forward: Forward) ->
     return forward(buffers.token_ids(shape), buffers.metadata(shape))
 
 
-def _longest(step: StepInput) -> int:
+def _most_queries(step: StepInput) -> int:
     """The most tokens that a sequence of the step computes."""
     return int(np.diff(step.query_starts).max())
 
@@ -192,7 +192,7 @@ class DecodeBuffers:
         """The numbers of a row."""
         return self._num_groups if name == "slot_mapping" else 1
 
-    def hold(self, step: StepInput) -> bool:
+    def fit(self, step: StepInput) -> bool:
         """True if no block table of the step is too long."""
         return step.block_tables.shape[1] <= self._num_groups * self._block_tables.shape[2]
 

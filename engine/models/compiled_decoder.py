@@ -35,10 +35,10 @@ from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_weights import PackedDecoder
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.recurrent.state import RecurrentStates, state_steps
-from engine.models.result_rows import adapters_of_results, batch_of_results, largest_number, last_writing_layer
+from engine.models.result_rows import adapters_of_results, batch_of_results, largest_kv, last_writing_layer
 from engine.models.rope import ropes_of
 from engine.models.rotation_table import RotationTable
-from engine.models.row_shares import RowCut, costs_of_rows, cut_rows, most_shares
+from engine.models.row_shares import RowCut, costs_of_rows, cut_rows, max_row_shares
 from engine.models.share import rank_share
 from engine.sampling.host_rows import HostRows, host_summary
 from engine.sampling.row_math import Logits, RowMath
@@ -102,7 +102,7 @@ class CompiledDecoder:
         places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
         self._num_groups = cache.layout.groups.count
         self._written = 2 * last_writing_layer(config) + 1  # halves of layers after which all KV is written
-        self._largest_kv = largest_number(cache.tensor.dtype)
+        self._largest_kv = largest_kv(cache.tensor.dtype)
         self._model = model_constants(config, packed, layers, shapes, cache, places)
         self._unlinked = list(LAYER_KERNELS) if compile_all else needed_by(self._model)
         self._memory = LoopMemory(
@@ -153,7 +153,7 @@ class CompiledDecoder:
             if results is not None and halves.first < self._written < halves.end:
                 self._run(rows, Range(halves.first, self._written))
                 halves = Range(self._written, halves.end)
-                rows = self._leave_others(all_rows, results)
+                rows = self._drop_other_rows(all_rows, results)
             self._run(rows, halves)
         if rows is not all_rows and results is not None:
             self._memory.put_results(len(batch.slots), results)
@@ -166,7 +166,7 @@ class CompiledDecoder:
             return None
         return rows.numpy()
 
-    def _leave_others(self, rows: "_Rows", results: Int64s) -> "_Rows":
+    def _drop_other_rows(self, rows: "_Rows", results: Int64s) -> "_Rows":
         """The `results` of `rows`, which go through the remaining layers. All rows do if KV is not finite, because
         their hidden states must show that.
         """
@@ -184,7 +184,7 @@ class CompiledDecoder:
             rows.num_threads, batch = self.threads.count, rows.batch
             shares = self._row_shares(batch, rows.states)
             of_shares = [share.rows for share in shares]
-            rows.arguments = self._memory.of_layers(
+            rows.arguments = self._memory.layer_arguments(
                 batch, rows.states, rows.adapters, of_shares, rows.num_threads, are_results=rows.are_results
             )
             rows.needed = tuple(share.first_needed for share in shares)
@@ -206,7 +206,7 @@ class CompiledDecoder:
         elif max(states.num_repeated, default=0) > 1:
             count = 1  # a later share would begin with a state that has not been kept
         else:
-            count = most_shares(len(batch.slots), self.threads.count, has_amx=self._has_amx)
+            count = max_row_shares(len(batch.slots), self.threads.count, has_amx=self._has_amx)
         return cut_rows(batch, count, self._row_costs)
 
     def logits(self, hidden: Tensor) -> Logits:
@@ -220,7 +220,7 @@ class CompiledDecoder:
 
     def run_output(self, num_rows: int) -> None:
         """Compute logits of the rows in the ranks' buffers. The part of `logits` that all ranks of stage 0 do."""
-        self.threads.run(output_rows, self._memory.of_output(num_rows, self.threads.count))
+        self.threads.run(output_rows, self._memory.output_arguments(num_rows, self.threads.count))
 
     def _compile(self) -> None:
         """Compile the loops, or load them from disk, so that the first request need not wait. Runs a step of one token,

@@ -71,7 +71,7 @@ class _StepSize(NamedTuple):
     are_results: bool
 
 
-class _Kept(NamedTuple):
+class _CachedArguments(NamedTuple):
     """The arguments of each thread that steps of the same size share, and the size and buffers they were made for."""
 
     made_for: object
@@ -99,10 +99,11 @@ class LoopMemory:
         self._constants = stored(in_bytes(model))
         self._buffers = Buffers()
         self._thread_buffers: list[Buffers] = []
-        self._layers, self._output = {False: _Kept(None, []), True: _Kept(None, [])}, _Kept(None, [])
+        nothing = _CachedArguments(None, [])
+        self._layers, self._output = {False: nothing, True: nothing}, nothing
         self._rows: tuple[object, OutputRows | None] = (None, None)  # and what they were made for
 
-    def of_layers(
+    def layer_arguments(
         self,
         batch: Batch,
         states: StateSteps,
@@ -125,23 +126,23 @@ class LoopMemory:
         splits = [self._splits(*each) for each in zip(self._thread_buffers, facts, strict=False)]
         have_prompts = tuple(each.has_prompt for each in facts)
         size = _StepSize(len(batch.slots), num_threads, tuple(shares), have_prompts, adapters, are_results)
-        kept = self._layers[are_results]
-        if kept.made_for != (size, self._versions()):
+        cached = self._layers[are_results]
+        if cached.made_for != (size, self._versions()):
             memories = self._new_memories(size, splits)
-            kept = _Kept((size, self._versions()), [(self._constants, memory) for memory in memories])
-            self._layers[are_results] = kept
+            cached = _CachedArguments((size, self._versions()), [(self._constants, memory) for memory in memories])
+            self._layers[are_results] = cached
         steps = [stored(StepBatch(*each)) for each in zip(batches, of_shares, strict=True)]
         each_step = (step for step in steps for _ in range(num_threads // len(shares)))
-        return [(*own, step) for own, step in zip(kept.arguments, each_step, strict=True)]
+        return [(*own, step) for own, step in zip(cached.arguments, each_step, strict=True)]
 
-    def of_output(self, num_rows: int, num_threads: int) -> list[tuple[Stored, ...]]:
+    def output_arguments(self, num_rows: int, num_threads: int) -> list[tuple[Stored, ...]]:
         """The arguments of each thread for `output_rows`, which computes logits of the rows in the ranks' buffers."""
         rows = self.output_rows(num_rows)
         if self._output.made_for != (num_rows, num_threads, self._versions()):
             operands = self._operands(num_rows, self._model.output, [Range(0, num_rows)], num_threads)
             places = stored(rows)
             arguments: list[tuple[Stored, ...]] = [(self._constants, stored(operand), places) for operand in operands]
-            self._output = _Kept((num_rows, num_threads, self._versions()), arguments)
+            self._output = _CachedArguments((num_rows, num_threads, self._versions()), arguments)
         return self._output.arguments
 
     def output_rows(self, num_rows: int) -> OutputRows:

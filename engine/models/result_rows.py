@@ -23,7 +23,7 @@ def last_writing_layer(config: ModelConfig) -> int:
     )
 
 
-def largest_number(kind: torch.dtype) -> float:
+def largest_kv(kind: torch.dtype) -> float:
     """The largest key or value that KV of this type can hold. int8 has scales in fp32."""
     return torch.finfo(kind if kind.is_floating_point else torch.float32).max
 

@@ -49,14 +49,14 @@ class RotaryEmbedding:
         self._exponents = exponents.to(device)  # [dim / 2]
         self._ntk_power = dim / (dim - 2) if dim > 2 else 1.0
         config = replace(config, theta=config.theta * config.alpha**self._ntk_power)
-        self._num_still = (head_dim - dim) // 2
-        self._inv_freq = self._with_still(_inverse_frequencies(config, exponents).to(device))  # [head_dim / 2]
+        self._num_unrotated = (head_dim - dim) // 2
+        self._inv_freq = self._with_unrotated(_inverse_frequencies(config, exponents).to(device))  # [head_dim / 2]
         self._long_inv_freq = self._inv_freq
         if config.kind == "longrope":
             long = 1.0 / (torch.tensor(config.long_factor) * config.theta**exponents)
-            self._long_inv_freq = self._with_still(long.to(device))
+            self._long_inv_freq = self._with_unrotated(long.to(device))
         scale = torch.full((dim // 2,), _attention_factor(config), device=device)
-        self._scale = F.pad(scale, (0, self._num_still), value=1.0)  # [head_dim / 2]
+        self._scale = F.pad(scale, (0, self._num_unrotated), value=1.0)  # [head_dim / 2]
 
     @property
     def uses_lengths(self) -> bool:
@@ -96,11 +96,11 @@ class RotaryEmbedding:
         # In fp64, because torch's power of fp32 vectors rounds an element by its place in them.
         stretch = lengths.to(torch.float64).clamp(min=config.original_positions) / config.original_positions
         base = config.theta * (config.factor * stretch - (config.factor - 1)) ** self._ntk_power
-        return self._with_still((1.0 / base[:, None] ** self._exponents).to(torch.float32))
+        return self._with_unrotated((1.0 / base[:, None] ** self._exponents).to(torch.float32))
 
-    def _with_still(self, inv_freq: Tensor) -> Tensor:
+    def _with_unrotated(self, inv_freq: Tensor) -> Tensor:
         # [..., dim / 2] -> [..., head_dim / 2]
-        return F.pad(inv_freq, (0, self._num_still))
+        return F.pad(inv_freq, (0, self._num_unrotated))
 
 
 def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[RotaryEmbedding]:

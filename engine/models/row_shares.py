@@ -60,13 +60,13 @@ def row_costs(row_context: float, windows: Sequence[int | None] = (None,)) -> Ro
     return RowCosts(np.array([*counts], np.int64), of_token)
 
 
-def most_shares(num_rows: int, num_threads: int, *, has_amx: bool) -> int:
+def max_row_shares(num_rows: int, num_threads: int, *, has_amx: bool) -> int:
     """The largest number of row shares of a step, with an equal number of threads each."""
     fitting = (count for count in range(2, num_threads + 1) if num_threads % count == 0)
-    return max((count for count in fitting if num_rows >= count * _least_rows(count, has_amx=has_amx)), default=1)
+    return max((count for count in fitting if num_rows >= count * _min_rows(count, has_amx=has_amx)), default=1)
 
 
-def _least_rows(num_shares: int, *, has_amx: bool) -> int:
+def _min_rows(num_shares: int, *, has_amx: bool) -> int:
     return _MANY_ROWS_WITH_AMX if has_amx else min(_MANY_ROWS, _ROWS_PER_SHARE * num_shares)
 
 

@@ -156,7 +156,7 @@ def test_a_rank_packs_its_own_layers_and_heads(checkpoint: Checkpoint, tmp_path:
     for rank in range(degrees.num_ranks):
         share = rank_share(config, rank, degrees)
         specs = adapter_specs(parameter_specs(config), config, share, "outputs")
-        sizes.append(PackedAdapters(config, adapter_shapes(adapters, specs), 1, share).num_bytes)
+        sizes.append(PackedAdapters(config, adapter_shapes(adapters, specs), 1, share).pieces.packed.nbytes)
     of_heads = 16 * 4 * config.num_layers * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     whole = sum(matrix.rank * (matrix.a.shape[1] + matrix.b.shape[0]) for matrix in adapters[0].matrices.values()) * 4
     assert sum(sizes) == degrees.tensor * (whole - of_heads) + of_heads

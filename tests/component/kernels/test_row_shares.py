@@ -16,7 +16,7 @@ from engine.batch import ScheduledBatch
 from engine.kernels.cpu.arguments import NO_ROTATIONS, Batch
 from engine.model_runner import ModelRunner
 from engine.models import compiled_decoder, row_shares
-from engine.models.row_shares import RowCut, batch_of, cut_rows, most_shares, row_costs
+from engine.models.row_shares import RowCut, batch_of, cut_rows, max_row_shares, row_costs
 from engine.runner import FinishBatch
 from mesh.domain.kv import Span
 from tests.component.arms import load_arm
@@ -189,8 +189,8 @@ def test_rows_of_a_share_are_a_step() -> None:
 
 
 def test_shares_have_as_many_threads_and_enough_rows() -> None:
-    threads = {rows: most_shares(rows, 8, has_amx=False) for rows in (1, 23, 24, 95, 96, 383, 384, 4096)}
+    threads = {rows: max_row_shares(rows, 8, has_amx=False) for rows in (1, 23, 24, 95, 96, 383, 384, 4096)}
     assert threads == {1: 1, 23: 1, 24: 2, 95: 2, 96: 4, 383: 4, 384: 8, 4096: 8}
-    assert [most_shares(rows, 32, has_amx=False) for rows in (1023, 1024, 2047, 2048)] == [8, 16, 16, 32]
-    assert [most_shares(512, count, has_amx=True) for count in (1, 2, 3, 4)] == [1, 2, 1, 2]
+    assert [max_row_shares(rows, 32, has_amx=False) for rows in (1023, 1024, 2047, 2048)] == [8, 16, 16, 32]
+    assert [max_row_shares(512, count, has_amx=True) for count in (1, 2, 3, 4)] == [1, 2, 1, 2]
     assert all(a <= b for a, b in pairwise(threads.values()))

@@ -66,7 +66,7 @@ async def test_metrics_of_a_router(make_mesh: Any, evidence: Evidence) -> None:
     await refused_and_failed(mesh, decode)
     scrapes.append(await scrape(registry))
     last = scrapes[-1]
-    assert value(last, "tandem_request_refused_total", error="InvalidRequest") == 1
+    assert value(last, "tandem_request_refused_total", error="TooLarge") == 1
     assert value(last, "tandem_request_failure_total", error="NoWorkers") == 1
     assert value(last, "tandem_incidents_total", kind="lost") == 1
     require_all("Router", scrapes, evidence)

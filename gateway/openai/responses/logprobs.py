@@ -1,12 +1,25 @@
 """Which of an answer's tokens belong to its texts. A response has log-probs of those, none of reasoning and calls."""
 
+from codecs import getincrementaldecoder
 from collections import defaultdict
+from typing import NamedTuple
 
+from gateway.answers import bytes_of
 from gateway.openai.answer_parser import Block, BlockAdded
 from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import StreamTokens, chat_logprobs
 from gateway.schema import Json
 from tandem import Token, TokenEvent
+
+
+class _Waiting(NamedTuple):
+    """A token whose text has not been a step yet. `own` is the text of its own bytes, without the beginning of a
+    character at its end, with which it `begins_more`.
+    """
+
+    token: Token
+    own: str
+    begins_more: bool
 
 
 class TextLogprobs:
@@ -15,19 +28,20 @@ class TextLogprobs:
     def __init__(self, chat: ChatBody) -> None:
         self._chat = chat
         self._stream = StreamTokens()
-        self._tokens: list[Token] = []  # whose text has not been a step yet
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._waiting: list[_Waiting] = []
         self._of_blocks: defaultdict[int, list[Json]] = defaultdict(list)
 
     def begin_event(self, event: TokenEvent) -> None:
-        self._tokens += self._stream.take(event)
+        for token in self._stream.take(event) if self._chat.logprobs else ():
+            own = self._decoder.decode(bytes_of(token))
+            self._waiting.append(_Waiting(token, own, bool(self._decoder.getstate()[0])))
 
     def of_step(self, step: BlockAdded) -> list[Json]:
         """The entries of the tokens whose text the step adds; none where that is reasoning or a call."""
-        tokens, self._tokens = self._tokens, []
+        tokens = self._take(step.text)
         if step.block.kind != "text":
             return []
-        if not self._of_blocks[step.block.index]:
-            tokens = _those_with(tokens, step.text)
         logprobs = chat_logprobs(tokens, self._chat)
         entries: list[Json] = [] if logprobs is None else logprobs["content"]
         self._of_blocks[step.block.index] += entries
@@ -37,11 +51,22 @@ class TextLogprobs:
         """The entries of a text so far."""
         return self._of_blocks[block.index]
 
-
-def _those_with(tokens: list[Token], text: str) -> list[Token]:
-    """The last tokens that hold this text. A mark in front of it, or white space that was cut off, is no part of it."""
-    first, num_left = len(tokens), len(text)
-    while first > 0 and num_left > 0:
-        first -= 1
-        num_left -= len(tokens[first].text)
-    return tokens[first:]
+    def _take(self, text: str) -> list[Token]:
+        """Take the waiting tokens up to the end of this text. Returns those that hold it: a mark in front of it, or
+        white space that was cut off, is no part of it. All are taken if the parser has made the text of others.
+        """
+        waiting = "".join(each.own for each in self._waiting)
+        if text not in waiting:
+            text = text.removeprefix("\n")  # harmony's parser begins a further message with it
+        first = max(0, waiting.rfind(text))
+        end = first + len(text) if text in waiting else len(waiting)
+        tokens: list[Token] = []
+        begin = num_taken = 0
+        for token, own, begins_more in self._waiting:
+            if begin >= end:
+                break
+            if begin + len(own) + begins_more > first:
+                tokens.append(token)
+            begin, num_taken = begin + len(own), num_taken + 1
+        del self._waiting[:num_taken]
+        return tokens

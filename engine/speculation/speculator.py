@@ -46,7 +46,9 @@ class Speculator:
         costs = DraftCosts(self._fit.cost, self.drafter.round_cost(), is_repeated=has_states)
         sequences = [item.sequence for item in batch.items if _decodes(item)]
         lengths = self._plan(sequences, scheduler, costs) if sequences else []
-        budget = max(0, scheduler.config.max_batch_tokens - batch.num_tokens)
+        # The next step computes right drafts once more, between two tokens of their sequence.
+        num_next = len(sequences) if has_states else 0
+        budget = max(0, scheduler.config.max_batch_tokens - batch.num_tokens - num_next)
         for index, length in enumerate(lengths):
             lengths[index] = scheduler.allocate_for_drafts(sequences[index], min(length, budget)) if length else 0
             budget -= lengths[index]

@@ -157,6 +157,16 @@ def test_looking_up_changes_nothing_and_keeps_to_the_budget(checkpoint: Checkpoi
     assert scheduler.load().drafted_tokens > 0
 
 
+def test_right_guesses_that_are_computed_again_keep_to_the_budget(checkpoint: Checkpoint) -> None:
+    """The next step has them, too, beside what all sequences need."""
+    runner = load_arm(checkpoint("qwen3.5"), "compiled", num_blocks=400)
+    plain, _ = answer(runner, None, requests())
+    limits = {"max_num_seqs": 4, "max_batch_tokens": 16}
+    guessed, scheduler = answer(runner, FakeDrafter(known(ids(plain))), requests(), **limits)
+    assert guessed == plain
+    assert scheduler.load().accepted_tokens > 50
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3.5"])
 def test_replay_in_the_middle_of_guesses_changes_nothing(checkpoint: Checkpoint, family: str) -> None:
     runner = load_arm(checkpoint(family), "compiled", num_blocks=400)

@@ -78,6 +78,11 @@ class ScheduledBatch:
         return sum(item.num_tokens for item in self.items if item.num_tokens > 1 and not item.sequence.is_decoding)
 
     @property
+    def num_decoding(self) -> int:
+        """Number of sequences that decode, also those of which several tokens are computed again."""
+        return sum(item.sequence.is_decoding for item in self.items)
+
+    @property
     def num_decodes(self) -> int:
         """Number of leading items with exactly one token: decodes, and prompts with one token left."""
         return next((i for i, item in enumerate(self.items) if item.num_tokens > 1), len(self.items))

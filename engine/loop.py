@@ -150,7 +150,7 @@ class Engine:
         # With several batches in flight, a stream waits from the end of one to the end of the next.
         begun_s, self._finished_s = max(step.begun_s, self._finished_s), time.monotonic()
         scheduled = step.scheduled
-        self._pace.observe(scheduled.num_decodes, scheduled.num_prompt_tokens, self._finished_s - begun_s)
+        self._pace.observe(scheduled.num_decoding, scheduled.num_prompt_tokens, self._finished_s - begun_s)
         if self._speculator is not None:
             self._speculator.learn(step.batch, outputs)
         return step.batch, self.scheduler.update(step.batch, outputs)

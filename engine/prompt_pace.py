@@ -31,13 +31,13 @@ class PromptPace:
             return _MIN_TOKENS
         return max(_MIN_TOKENS, int((self._max_stretch - 1) * self._decode_s / self._token_s))
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+    def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a step. Steps without decodes do not count: no stream waited for its next token.
 
-        `num_decodes` counts sequences of one token (ScheduledBatch.num_decodes): a prompt's last token, if it is alone
+        `num_decoding` counts sequences that decode (ScheduledBatch.num_decoding): a prompt's last token, if it is alone
         in its step, counts as a decode. Its time is that of a decode, too.
         """
-        if num_decodes == 0:
+        if num_decoding == 0:
             return
         if num_prompt_tokens == 0:
             self._decode_s = _average(self._decode_s, seconds)

@@ -17,6 +17,7 @@ from engine.batch import ScheduledBatch
 from engine.kv.block_pool import BlockPool
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
+from engine.prompt_pace import PromptPace
 from engine.runner import FinishBatch, LayerHook
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
@@ -165,6 +166,26 @@ def test_right_guesses_that_are_computed_again_keep_to_the_budget(checkpoint: Ch
     guessed, scheduler = answer(runner, FakeDrafter(known(ids(plain))), requests(), **limits)
     assert guessed == plain
     assert scheduler.load().accepted_tokens > 50
+
+
+def test_sequences_whose_tokens_are_computed_again_set_the_pace_of_prompts(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for the next step as those do that compute a single token."""
+    observed: list[tuple[int, int]] = []
+
+    class ObservedPace(PromptPace):
+        def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
+            observed.append((num_decoding, num_prompt_tokens))
+
+    monkeypatch.setattr("engine.loop.PromptPace", ObservedPace)
+    runner = load_arm(checkpoint("qwen3.5"), "compiled", num_blocks=400)
+    plain, _ = answer(runner, None, requests()[:1])
+    observed.clear()
+    answer(runner, FakeDrafter(known(ids(plain))), requests()[:1])
+    assert observed[0][1] > 0
+    assert len(observed) > 5
+    assert set(observed[1:]) == {(1, 0)}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3.5"])

@@ -173,14 +173,25 @@ class AnswerFile:
             self.refused.add(custom_id)
 
     def write(self, custom_id: str, status: int, request_id: str, body: object) -> int:
-        """Append an answer; return its bytes."""
+        """Append an answer; return its bytes. Raises OSError."""
         response = {"status_code": status, "request_id": request_id, "body": body}
         answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
         text = json.dumps(answer, ensure_ascii=False)
-        num_bytes = self._file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair: \udXXX
-        self._file.flush()
+        line = text.encode(errors="backslashreplace") + b"\n"  # half a surrogate pair: \udXXX
+        self._append(line)
         self._note(custom_id, status)
-        return num_bytes
+        return len(line)
+
+    def _append(self, line: bytes) -> None:
+        """Raises OSError, as on a full disk, and leaves no part of the line: clients read the file as it is."""
+        fd = self._file.fileno()
+        num_bytes, left = os.fstat(fd).st_size, memoryview(line)
+        try:
+            while left:
+                left = left[os.write(fd, left) :]
+        except OSError:
+            os.ftruncate(fd, num_bytes)
+            raise
 
     def __enter__(self) -> Self:
         return self

@@ -17,12 +17,16 @@ from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
+import structlog
+
 from gateway.errors import BodyTooLarge, InvalidField, NotStored
 from gateway.schema import Json
 from mesh.domain.errors import ConfigurationError
 from mesh.whole_file import PART, write_whole
 
 T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
 
 MAX_FILES = 1000
 MAX_BATCHES = 200
@@ -158,9 +162,19 @@ def _checked(stored_id: str) -> str:
 
 def _read(path: Path, stored_id: str) -> Json:
     try:
-        about: Json = json.loads(path.read_bytes())
+        return _about(path)
     except FileNotFoundError:
         raise NotStored(f"there is no {stored_id!r}") from None
+
+
+def _about(path: Path) -> Json:
+    """Raises FileNotFoundError also for a file that a machine has damaged when it lost its power."""
+    try:
+        about: Json = json.loads(path.read_bytes())
+        about["id"], about["created_at"]
+    except (ValueError, TypeError, KeyError):
+        log.warning("a damaged file in batch_folder is left out", path=str(path))
+        raise FileNotFoundError(path) from None
     return about
 
 
@@ -169,8 +183,7 @@ def _write(path: Path, about: Json) -> None:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Json]:
-    listed: Iterator[Json] = _of_existing(lambda path: json.loads(path.read_bytes()), paths)
-    return sorted(listed, key=lambda about: (about["created_at"], about["id"]), reverse=True)
+    return sorted(_of_existing(_about, paths), key=lambda about: (about["created_at"], about["id"]), reverse=True)
 
 
 def _of_existing(read: Callable[[Path], T], paths: Iterable[Path]) -> Iterator[T]:

@@ -1,7 +1,8 @@
 """Requests of a batch: which can be sent, and how, before a gateway that answers as it is told."""
 
 import json
-from collections.abc import Sequence
+import resource
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx2
@@ -85,6 +86,27 @@ def test_an_answer_with_half_a_surrogate_pair_is_kept(tmp_path: Path) -> None:
         assert answers.done == {"a"}
     (line,) = path.read_text(encoding="utf-8").split("\n")[:-1]
     assert json.loads(line)["response"]["body"] == {"text": "cut: \ud83d, whole: \U0001f600"}
+
+
+@pytest.fixture
+def small_files() -> Iterator[int]:
+    """No file may have more bytes, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, before[1]))
+    yield 8 << 20
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_answer_that_does_not_fit_leaves_no_part_of_its_line(tmp_path: Path, small_files: int) -> None:
+    """The file is shown to clients as it is."""
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path) as answers:
+        answers.write("a", 200, "", "x" * (small_files // 2))
+        with pytest.raises(OSError, match="too large"):
+            answers.write("b", 200, "", "x" * (small_files // 2))
+        assert answers.done == {"a"}
+    (line,) = path.read_text().splitlines(keepends=True)
+    assert line.endswith("\n")
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,27 @@ def test_a_full_disk_leaves_nothing_behind(
     assert caller_store.bytes_left() == caller_store.max_bytes
 
 
+@pytest.mark.parametrize("content", [b"", b"\0" * 9, b"{}", b"[1]"])
+def test_what_a_machine_has_damaged_hides_nothing_else(
+    caller_store: CallerStore, tmp_path: Path, content: bytes
+) -> None:
+    """Files without content, as some file systems leave them behind a loss of power."""
+    kept = caller_store.add_file("in.jsonl", b"x")
+    batch = {"id": new_id("batch"), "created_at": 1, "status": "completed"}
+    caller_store.save_batch(batch)
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    lost_file, lost_batch = new_id("file"), new_id("batch")
+    (folder / "files" / f"{lost_file}.json").write_bytes(content)
+    (folder / "batches" / f"{lost_batch}.json").write_bytes(content)
+    assert caller_store.files() == [kept]
+    assert caller_store.batches() == [batch]
+    with pytest.raises(NotStored):
+        caller_store.file(lost_file)
+    with pytest.raises(NotStored):
+        caller_store.batch(lost_batch)
+    caller_store.delete_file(kept["id"])
+
+
 def test_what_a_gateway_left_half_written_is_removed(tmp_path: Path) -> None:
     for _ in range(2):
         kept = Store(tmp_path, 1000)

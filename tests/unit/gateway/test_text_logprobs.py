@@ -16,6 +16,12 @@ REASONING = AnswerFormat(None, "qwen3")
 HERMES = ToolUse((Function(name="f"),), TOOL_FORMATS["hermes"])
 HARMONY = AnswerFormat(None, "openai_gptoss", is_harmony=True)
 SMILE = "😀".encode()
+NEXT = (b"<|end|>", b"<|start|>", b"assistant")
+
+
+def said(channel: bytes, *body: bytes) -> list[bytes]:
+    """A message in harmony."""
+    return [b"<|channel|>", channel, b"<|message|>", *body]
 
 
 def texts_of(answer_format: AnswerFormat, pieces: Sequence[bytes], held: Sequence[int]) -> list[tuple[str, str]]:
@@ -55,18 +61,10 @@ def texts_of(answer_format: AnswerFormat, pieces: Sequence[bytes], held: Sequenc
         (REASONING, [b"<think>", b"m", b".", b"</think>", b"a", b"b"], [2, 3, 4], ["ab"]),
         (AnswerFormat(HERMES, "none"), [b"I", b" look", b" <", b"b"], [0, 1], ["I look <b"]),
         # Marks between messages of one kind, and between messages of several
+        (HARMONY, [*said(b"final", b"A"), *NEXT, *said(b"final", b"B", b"C")], [], ["A\nBC"]),
         (
             HARMONY,
-            [b"<|channel|>", b"final", b"<|message|>", b"A", b"<|end|>", b"<|start|>", b"assistant"]
-            + [b"<|channel|>", b"final", b"<|message|>", b"B", b"C"],
-            [],
-            ["A\nBC"],
-        ),
-        (
-            HARMONY,
-            [b"<|channel|>", b"commentary", b"<|message|>", b"A", b"<|end|>", b"<|start|>", b"assistant"]
-            + [b"<|channel|>", b"analysis", b"<|message|>", b"B", b"<|end|>", b"<|start|>", b"assistant"]
-            + [b"<|channel|>", b"final", b"<|message|>", b"C", b"D"],
+            [*said(b"commentary", b"A"), *NEXT, *said(b"analysis", b"B"), *NEXT, *said(b"final", b"C", b"D")],
             [],
             ["A", "\nCD"],
         ),

@@ -135,14 +135,16 @@ def _retry_after_s(trailing: Mapping[str, str]) -> float | None:
 
 
 def seconds(value: float, name: str) -> float:
-    """Return the value of the argument `name`. Raises InvalidRequest if it is no number, or NaN."""
+    """Return the value of the argument `name`, or the longest time that gRPC takes. Raises InvalidRequest if it is no
+    number, or NaN. It becomes Python's float: points in time have too many digits for numpy's float32.
+    """
     try:
-        is_number = not math.isnan(min(value, _LONGEST_S))
+        number = float(min(value, _LONGEST_S))
     except (TypeError, OverflowError):
-        is_number = False
-    if not is_number:
+        number = math.nan
+    if math.isnan(number):
         raise wrong_value(name, "a number of seconds", value)
-    return value
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class Deadline:
     @classmethod
     def after(cls, timeout_s: float) -> "Deadline":
         """The deadline `timeout_s` from now, which may be infinity. Raises InvalidRequest for what is no number."""
-        return cls(time.monotonic() + min(seconds(timeout_s, "timeout"), _LONGEST_S))
+        return cls(time.monotonic() + seconds(timeout_s, "timeout"))
 
     def remaining_s(self) -> float:
         """Seconds until the deadline; 0 after it."""

@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 import tandem
@@ -233,6 +236,13 @@ async def test_a_timeout_may_be_as_long_as_one_likes(client: tandem.AsyncClient,
     await asyncio.wait_for(client.wait_ready(timeout=timeout_s), 60)
     assert (await client.generate(prompt="", timeout=timeout_s)).text == STORY
     assert await client.models(timeout=timeout_s)
+
+
+@pytest.mark.parametrize("timeout", [np.float32(60), Decimal(60), Fraction(60)])
+async def test_a_timeout_may_be_any_kind_of_number(client: tandem.AsyncClient, timeout: Any) -> None:
+    """Numbers of 32 bits cannot tell points in time that are a minute apart."""
+    assert (await client.generate(prompt="", timeout=timeout)).text == STORY
+    await client.wait_ready(timeout)
 
 
 async def test_a_timeout_that_is_no_number_is_refused(client: tandem.AsyncClient) -> None:

@@ -65,7 +65,7 @@ class HandlerProcess:
         self._parts: list[str] = []
         self.ready = asyncio.Event()
         """Set while the process takes requests."""
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: _WatchedProcess | None = None
         self._stdio: StdioLogger | None = None
         self._last_answer_s = 0.0
 
@@ -193,14 +193,15 @@ class HandlerProcess:
         self._stdio = StdioLogger(process, lambda functions: None if ready.done() else ready.set_result(functions))
         return await ready
 
-    async def _wait_ended(self, process: asyncio.subprocess.Process) -> int:
+    async def _wait_ended(self, process: "_WatchedProcess") -> int:
         """Wait for the end of the process and of its output; return its exit status."""
         status = await process.wait()
         if self._stdio is not None:
             await self._stdio.end(_DRAIN_OUTPUT_S)
+        process.close()
         return status
 
-    async def _spawn(self, path: str) -> asyncio.subprocess.Process:
+    async def _spawn(self, path: str) -> "_WatchedProcess":
         Path(path).unlink(missing_ok=True)  # noqa: ASYNC240  (left by a process that is gone)
         settings = self._settings
         flags = as_flags(
@@ -213,7 +214,9 @@ class HandlerProcess:
         )
         environ = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         with handing_over({"TANDEM_HANDLER_PROPERTIES": settings.handler_properties}) as (extra, secrets_fd):
-            return await asyncio.create_subprocess_exec(
+            loop = asyncio.get_running_loop()
+            transport, protocol = await loop.subprocess_exec(
+                lambda: _ExitWatch(_MAX_LINE_BYTES, loop),
                 *(sys.executable, "-m", "gateway.handler", *flags),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -221,6 +224,7 @@ class HandlerProcess:
                 env=environ | extra,
                 pass_fds=(secrets_fd,),
             )
+            return _WatchedProcess(transport, protocol, loop)
 
     def _kill(self) -> None:
         self.ready.clear()
@@ -239,6 +243,40 @@ class HandlerProcess:
             except TimeoutError:
                 self._kill()
         await self._wait_ended(process)
+
+
+class _ExitWatch(asyncio.subprocess.SubprocessStreamProtocol):
+    """`exited` is set when the process exits."""
+
+    def __init__(self, limit: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit, loop)
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
+class _WatchedProcess(asyncio.subprocess.Process):
+    """A process whose `wait` returns at its exit. Until Python 3.12.4 asyncio's own also waits for the children of the
+    process that hold its pipes, such as those that the user's code has started.
+    """
+
+    def __init__(
+        self, transport: asyncio.SubprocessTransport, watch: _ExitWatch, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(transport, watch, loop)
+        self._exited = watch.exited
+        self._pipes = transport
+
+    def close(self) -> None:
+        """Close the pipes, which children of the process may hold. Call it after the exit."""
+        self._pipes.close()
+
+    async def wait(self) -> int:
+        await self._exited.wait()
+        assert self.returncode is not None
+        return self.returncode
 
 
 async def format_response(handler: HandlerProcess, response: Response) -> Response:

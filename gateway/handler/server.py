@@ -133,7 +133,7 @@ class HandlerServer:
             return function(*arguments)
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*arguments))
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _called, function, *arguments)
 
     def _respond(self, result: object) -> Response:
         if result is None:
@@ -175,6 +175,13 @@ class HandlerServer:
             yield item
 
 
+def _called(function: Function, *arguments: object) -> object:
+    try:
+        return function(*arguments)
+    except StopIteration as error:  # no future can hold it, so that the call would never end
+        raise RuntimeError(f"{function.__name__} raised StopIteration") from error
+
+
 _RequestHandler = Callable[[Request], Coroutine[object, object, Response]]
 
 
@@ -197,4 +204,5 @@ def _error_response(error: Exception) -> Response:
     log.error("the custom handler failed", exc_info=error)
     is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     code = 507 if is_memory else 424
-    return JSONResponse({"code": code, "message": _FAILURE, "error": str(error) or type(error).__name__}, code)
+    text = str(error).encode(errors="backslashreplace").decode()  # half a surrogate pair cannot be sent
+    return JSONResponse({"code": code, "message": _FAILURE, "error": text or type(error).__name__}, code)

@@ -14,6 +14,7 @@ import httpx2
 import psutil
 import pytest
 
+from gateway.handler import process as handler_process
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from tests.captured_log import InstallLog, install_log
@@ -29,6 +30,7 @@ __all__ = ["forks", "install_log"]
 SYNC = """
 import gzip
 import os
+import subprocess
 import time
 import numpy as np
 from djl_python import Input, Output
@@ -64,8 +66,15 @@ def handle(inputs: Input):
         return "a text"
     if kind == "raise":
         raise ValueError("bad input")
+    if kind == "next":
+        return next(iter([]))
+    if kind == "half":
+        raise ValueError("\\ud800")
     if kind == "memory":
         raise MemoryError
+    if kind == "child":
+        child = subprocess.Popen(["sleep", "120"])
+        return Output().add_as_json(child.pid)
     if kind == "die":
         os._exit(9)
     if kind == "hang":
@@ -189,6 +198,8 @@ async def test_answers_and_failures_are_those_of_lmi(
             ("type", 424, "handle returned str, not Output or None"),
             ("raise", 424, "bad input"),
             ("memory", 507, "MemoryError"),
+            ("next", 424, "handle raised StopIteration"),
+            ("half", 424, "\\ud800"),
         ):
             failed = await gateway.post("/invocations", {"kind": kind})
             assert failed.status_code == code
@@ -254,6 +265,19 @@ async def test_a_handler_that_dies_is_restarted(with_handler: Make) -> None:
         assert (await gateway.post("/v1/completions", {"prompt": "x"})).status_code == 200
         assert (await gateway.post("/invocations", {"kind": "none"})).status_code in (503, 204)
         await until_back(gateway)
+
+
+async def test_a_handler_whose_children_outlive_it_is_restarted(with_handler: Make) -> None:
+    """They hold its output. So do those of one that stops with its gateway."""
+    async with with_handler(SYNC) as gateway:
+        children = [(await gateway.post("/invocations", {"kind": "child"})).json()]
+        await gateway.post("/invocations", {"kind": "die"})
+        await until_back(gateway)
+        children.append((await gateway.post("/invocations", {"kind": "child"})).json())
+        stops_s = asyncio.get_running_loop().time()
+    assert asyncio.get_running_loop().time() - stops_s < handler_process._STOP_S
+    for child in children:
+        psutil.Process(child).kill()
 
 
 async def test_a_handler_that_hangs_is_killed(with_handler: Make) -> None:
@@ -416,15 +440,16 @@ async def test_a_handler_may_print_much(with_handler: Make) -> None:
 
 
 async def test_a_failed_start_is_retried(with_handler: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, failures = asyncio.create_subprocess_exec, [OSError("too many processes")]
+    loop = asyncio.get_running_loop()
+    start, failures = loop.subprocess_exec, [OSError("too many processes")]
 
-    async def start_at_last(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    async def start_at_last(*command: Any, **options: Any) -> Any:
         if failures:
             raise failures.pop()
         return await start(*command, **options)
 
     async with with_handler(SYNC) as gateway:
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", start_at_last)
+        monkeypatch.setattr(loop, "subprocess_exec", start_at_last)
         assert (await gateway.post("/invocations", {"kind": "die"})).status_code == 503
         await until_back(gateway)
         assert not failures

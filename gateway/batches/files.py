@@ -20,6 +20,8 @@ from mesh.domain.json_text import parse_json
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _LOWEST_PRIORITY = "batch"
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters that JSON has in texts, and at which Python's `splitlines` cuts a file of answers."""
 
 
 class BatchRefused(Exception):
@@ -176,7 +178,7 @@ class AnswerFile:
         """Append an answer; return its bytes. Raises OSError."""
         response = {"status_code": status, "request_id": request_id, "body": body}
         answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
-        text = json.dumps(answer, ensure_ascii=False)
+        text = json.dumps(answer, ensure_ascii=False).translate(_LINE_ENDS)
         line = text.encode(errors="backslashreplace") + b"\n"  # half a surrogate pair: \udXXX
         self._append(line)
         self._note(custom_id, status)

@@ -88,6 +88,14 @@ def test_an_answer_with_half_a_surrogate_pair_is_kept(tmp_path: Path) -> None:
     assert json.loads(line)["response"]["body"] == {"text": "cut: \ud83d, whole: \U0001f600"}
 
 
+def test_answers_are_lines_for_clients_that_know_more_ends_of_lines(tmp_path: Path) -> None:
+    path, text = tmp_path / "out.jsonl", "".join(map(chr, (0xA, 0xB, 0xC, 0xD, 0x1C, 0x1D, 0x1E, 0x85, 0x2028, 0x2029)))
+    with AnswerFile(path) as answers:
+        answers.write("a", 200, "", {"text": text})
+    (line,) = path.read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["response"]["body"] == {"text": text}
+
+
 @pytest.fixture
 def small_files() -> Iterator[int]:
     """No file may have more bytes, as on a full disk."""

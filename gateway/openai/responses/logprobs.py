@@ -39,33 +39,37 @@ class TextLogprobs:
 
     def of_step(self, step: BlockAdded) -> list[Json]:
         """The entries of the tokens whose text the step adds; none where that is reasoning or a call."""
-        tokens = self._take(step.text)
+        waiting = "".join(each.own for each in self._waiting)
+        # Harmony's parser begins a further message with a line feed.
+        text = step.text if step.text in waiting else step.text.removeprefix("\n")
+        entries = self._of_blocks[step.block.index]
         if step.block.kind != "text":
+            self._take(waiting.find(text), text)
             return []
+        # A text begins behind a mark, which may hold the same characters.
+        goes_on = bool(entries) and waiting.startswith(text)
+        tokens = self._take(0 if goes_on else waiting.rfind(text), text)
         logprobs = chat_logprobs(tokens, self._chat)
-        entries: list[Json] = [] if logprobs is None else logprobs["content"]
-        self._of_blocks[step.block.index] += entries
-        return entries
+        added: list[Json] = [] if logprobs is None else logprobs["content"]
+        entries += added
+        return added
 
     def of_block(self, block: Block) -> list[Json]:
         """The entries of a text so far."""
         return self._of_blocks[block.index]
 
-    def _take(self, text: str) -> list[Token]:
-        """Take the waiting tokens up to the end of this text. Returns those that hold it: a mark in front of it, or
-        white space that was cut off, is no part of it. All are taken if the parser has made the text of others.
+    def _take(self, first: int, text: str) -> list[Token]:
+        """Take the waiting tokens up to the end of this text, which begins at their character `first`. Returns those
+        that hold it: a mark in front of it, or white space that was cut off, is no part of it. All are taken if `first`
+        is -1, because the parser has made the text of others.
         """
-        waiting = "".join(each.own for each in self._waiting)
-        if text not in waiting:
-            text = text.removeprefix("\n")  # harmony's parser begins a further message with it
-        first = max(0, waiting.rfind(text))
-        end = first + len(text) if text in waiting else len(waiting)
+        end = first + len(text) if first >= 0 else sum(len(each.own) for each in self._waiting)
         tokens: list[Token] = []
         begin = num_taken = 0
         for token, own, begins_more in self._waiting:
             if begin >= end:
                 break
-            if begin + len(own) + begins_more > first:
+            if begin + len(own) + begins_more > max(0, first):
                 tokens.append(token)
             begin, num_taken = begin + len(own), num_taken + 1
         del self._waiting[:num_taken]

@@ -60,6 +60,10 @@ def texts_of(answer_format: AnswerFormat, pieces: Sequence[bytes], held: Sequenc
         (REASONING, [b"<think>", b"m", b"</think>", b"a", b"b", b"c"], [2, 3, 4], ["abc"]),
         (REASONING, [b"<think>", b"m", b".", b"</think>", b"a", b"b"], [2, 3, 4], ["ab"]),
         (AnswerFormat(HERMES, "none"), [b"I", b" look", b" <", b"b"], [0, 1], ["I look <b"]),
+        # Texts like the beginning of a mark, which may follow
+        (AnswerFormat(HERMES, "none"), [b"a", b"<", b"<", b"b"], [], ["a<<b"]),
+        (AnswerFormat(HERMES, "none"), [b"a", b"<", b"<", b"<", b"b"], [2], ["a<<<b"]),
+        (REASONING, [b"<think>", b"a", b"</think>", b"a", b"b"], [1, 2], ["ab"]),
         # Marks between messages of one kind, and between messages of several
         (HARMONY, [*said(b"final", b"A"), *NEXT, *said(b"final", b"B", b"C")], [], ["A\nBC"]),
         (

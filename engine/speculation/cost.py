@@ -6,7 +6,6 @@ drafts are nearly free; in a large batch, or on a slow device, only drafts with 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import NamedTuple
 
 _DRAFT_DECAY = 0.9
@@ -73,48 +72,54 @@ class CostFit:
     """
 
     def __init__(self) -> None:
-        self._equations = [[0.0] * 4 for _ in range(3)]  # of the three costs: sums of products of sizes, and of seconds
+        self._sums = _Sums()
         self.cost = StepCost(1.0, _PRIOR_TOKEN_SHARE)
         """In seconds after the first step; before that, only the ratio of its fields is meaningful."""
 
     def learn(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
-        """Add the measured time of a step."""
-        if self._equations[0][0]:
-            seconds = min(seconds, _MAX_OVERRUN * self.cost.seconds(num_tokens, num_sequences))
-        sizes = (1.0, num_tokens, num_sequences)
-        for size, equation in zip(sizes, self._equations, strict=True):
-            equation[:] = [_DECAY * sum_ + size * x for sum_, x in zip(equation, (*sizes, seconds), strict=True)]
+        """Add the measured time of a step. After one that took much less than expected, earlier ones do not count: the
+        first steps of a process are slow.
+        """
+        sums, t, s = self._sums, num_tokens, num_sequences
+        if sums.steps:
+            expected = self.cost.seconds(t, s)
+            sums = _Sums() if seconds * _MAX_OVERRUN < expected else sums
+            seconds = min(seconds, _MAX_OVERRUN * expected)
+        step = (1, t, s, t * t, t * s, s * s, seconds, t * seconds, s * seconds)
+        self._sums = _Sums(*(_DECAY * sum_ + x for sum_, x in zip(sums, step, strict=True)))
         self.cost = self._solve()
 
     def _solve(self) -> StepCost:
-        """Least squares with a prior: a token costs its usual share of what is fixed, and a sequence nothing."""
-        fixed, token, sequence = map(list, self._equations)
-        fixed[0] += _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE**2
-        fixed[1] -= _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE
-        token[0] -= _PRIOR_WEIGHT * _PRIOR_TOKEN_SHARE
-        token[1] += _PRIOR_WEIGHT
-        sequence[2] += _LEAST_WEIGHT
-        fixed_s, token_s, sequence_s = _solution(fixed, token, sequence)
-        if sequence_s < 0:
-            sequence_s = 0.0
-            fixed_s, token_s = _solution([*fixed[:2], fixed[3]], [*token[:2], token[3]])
+        """Least squares by elimination. The prior: a token costs its usual share of what is fixed, a sequence nothing."""
+        sums, share = self._sums, _PRIOR_TOKEN_SHARE
+        steps, tokens = sums.steps + _PRIOR_WEIGHT * share**2, sums.tokens - _PRIOR_WEIGHT * share
+        of_tokens, of_sequences = tokens / steps, sums.sequences / steps
+        tt = sums.tt + _PRIOR_WEIGHT - of_tokens * tokens
+        ts = sums.ts - of_tokens * sums.sequences
+        ss = sums.ss + _LEAST_WEIGHT - of_sequences * sums.sequences
+        t_seconds = sums.t_seconds - of_tokens * sums.seconds
+        s_seconds = sums.s_seconds - of_sequences * sums.seconds
+        sequence_s = max(0.0, (s_seconds - ts / tt * t_seconds) / (ss - ts / tt * ts))
+        token_s = (t_seconds - ts * sequence_s) / tt
+        fixed_s = (sums.seconds - tokens * token_s - sums.sequences * sequence_s) / steps
         if fixed_s <= 0 or token_s <= 0:  # noise: neither a step nor a token is free
-            mean_s = max(fixed[3] / self._equations[0][0], 1e-9)
+            mean_s = max(sums.seconds / sums.steps, 1e-9)
             return StepCost(max(fixed_s, 0.01 * mean_s), max(token_s, 0.001 * mean_s), sequence_s)
         return StepCost(fixed_s, token_s, sequence_s)
 
 
-def _solution(*equations: list[float]) -> list[float]:
-    """Solve equations [*factors, value] by elimination: their factors are positive definite, so no pivot is 0."""
-    rows, solution = list(equations), [0.0] * len(equations)
-    for number, row in enumerate(rows):
-        for other in range(number + 1, len(rows)):
-            factor = rows[other][number] / row[number]
-            rows[other] = [x - factor * y for x, y in zip(rows[other], row, strict=True)]
-    for number in reversed(range(len(rows))):
-        known = sum(map(mul, rows[number][number + 1 : -1], solution[number + 1 :]))
-        solution[number] = (rows[number][-1] - known) / rows[number][number]
-    return solution
+class _Sums(NamedTuple):
+    """Decayed sums over steps: of their tokens (t), sequences (s) and seconds, and of products of these."""
+
+    steps: float = 0.0
+    tokens: float = 0.0
+    sequences: float = 0.0
+    tt: float = 0.0
+    ts: float = 0.0
+    ss: float = 0.0
+    seconds: float = 0.0
+    t_seconds: float = 0.0
+    s_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,13 @@ def test_sequences_and_tokens_have_costs_of_their_own() -> None:
     assert drafts["tokens"] == 0
 
 
+def test_the_first_steps_of_a_process_are_forgotten() -> None:
+    fit = CostFit()
+    for seconds in (0.5, 0.1, *[0.01] * 3):
+        fit.learn(1, 1, seconds)
+    assert fit.cost.seconds(1, 1) == pytest.approx(0.01)
+
+
 def test_cost_of_steps_that_are_all_alike_is_split_as_usual() -> None:
     fit = CostFit()
     for _ in range(50):

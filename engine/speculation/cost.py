@@ -90,7 +90,7 @@ class CostFit:
         self.cost = self._solve()
 
     def _solve(self) -> StepCost:
-        """Least squares by elimination. The prior: a token costs its usual share of what is fixed, a sequence nothing."""
+        """Least squares by elimination. Prior: a token costs its usual share of what is fixed, a sequence nothing."""
         sums, share = self._sums, _PRIOR_TOKEN_SHARE
         steps, tokens = sums.steps + _PRIOR_WEIGHT * share**2, sums.tokens - _PRIOR_WEIGHT * share
         of_tokens, of_sequences = tokens / steps, sums.sequences / steps

@@ -1,4 +1,4 @@
-"""What drafts give in a model of any shape, on an engine without a mesh: tokens/s, by how many of them are right.
+"""Tokens per second with drafts in a model of any shape, by how many of them are right; an engine without a mesh.
 
     python -m bench.drafts --shape qwen3.5-0.8b --quantize int8 --batch 1 4 8 --right 1 0.9 0.7 0
 

@@ -31,7 +31,7 @@ _ADDED_TOKEN = frozenset({"__type", "content", "lstrip", "normalized", "rstrip",
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the router knows of a model from its files. Immutable; shared by all requests."""
+    """Facts of a model from its files, as the router needs them. Immutable; shared by all requests."""
 
     name: str
     facts: ModelFacts

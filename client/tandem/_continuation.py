@@ -158,7 +158,7 @@ def _round(
 
 
 def _still_needed(min_new_tokens: int | None, num_generated: int, left: int | None) -> int | None:
-    """What remains of the whole answer's `min_new_tokens` for a round of at most `left` tokens."""
+    """The rest of the whole answer's `min_new_tokens`, for a round of at most `left` tokens."""
     if min_new_tokens is None:
         return None
     still_needed = max(0, min_new_tokens - num_generated)

@@ -139,7 +139,7 @@ class DraftCosts:
 
     @property
     def accepted_s(self) -> float:
-        """What it costs besides, once it is accepted."""
+        """Seconds more of a draft that is accepted."""
         return self.step.token_s if self.is_repeated else 0.0
 
     def min_rate(self, num_sequences: int) -> float:

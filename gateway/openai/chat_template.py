@@ -1,4 +1,4 @@
-"""What the chat template receives: a chat's messages and tools, and values for reasoning."""
+"""Arguments of the chat template: a chat's messages and tools, and values for reasoning."""
 
 import json
 from collections.abc import Iterable

@@ -47,7 +47,7 @@ class Experts(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """Which row each copy is of, and its weight. Expert `e` has the copies [starts[e], starts[e + 1])."""
+    """The row of each copy, and its weight. Expert `e` has the copies [starts[e], starts[e + 1])."""
 
     starts: Int64s  # [experts + 1], or [experts + 2] with a shared one
     rows: Int64s

@@ -1,4 +1,4 @@
-"""Which of an answer's tokens belong to its texts. A response has log-probs of those, none of reasoning and calls."""
+"""The tokens that belong to the texts of an answer. A response has their log-probs, none of reasoning and calls."""
 
 from codecs import getincrementaldecoder
 from collections import defaultdict

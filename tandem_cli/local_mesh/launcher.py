@@ -36,7 +36,7 @@ Programs = Mapping[str, Sequence[str]]
 
 
 class RunningService(Protocol):
-    """A service that has been started. What it announces itself, such as `address`, is set once it has done so."""
+    """A service that has been started. `address` and the like are set once it has announced them."""
 
     service: Service
     log_path: Path

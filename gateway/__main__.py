@@ -19,11 +19,15 @@ async def serve(settings: GatewaySettings) -> None:
         backend = build_backend(settings, client)
         app, registry = build_app(backend), backend.metrics.registry
         async with backend.running(), watching_loop(registry), serving(app, settings) as address:
-            if not settings.allow_anonymous:
-                warn_of_open_keys(settings.host, settings)
+            _warn_of_open_keys(settings)
             announce("listening", address=address)
             announce("ready")
             await until_stopped(settings)
+
+
+def _warn_of_open_keys(settings: GatewaySettings) -> None:
+    if not settings.allow_anonymous:
+        warn_of_open_keys(settings.host, settings)
 
 
 def _tls(settings: GatewaySettings) -> tandem.Tls | bool:

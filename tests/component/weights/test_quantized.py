@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -237,7 +236,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine is not measured."""
     rates = dict.fromkeys(("float32", "int8"), 1e12)
     machine = Device("this machine", 1e9, 1e10, rates, "made up")
-    monkeypatch.setattr("tandem_cli.capacity.measurement.probe", lambda _: SimpleNamespace(device=lambda: machine))
+    monkeypatch.setattr("tandem_cli.capacity.measurement.probe", lambda _: machine)
 
 
 @pytest.mark.usefixtures("probed")

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 import tandem
-from tandem import _calls, _connection
+from tandem import _connection, _retries
 from tandem._retries import Deadline
 from tandem._routers import Router
 from tests.defects import Repaired
@@ -132,7 +132,7 @@ async def test_a_router_that_is_started_again_at_its_address(monkeypatch: pytest
 
 async def test_the_time_to_find_a_router_begins_with_each_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     passed_s = 0.0
-    monkeypatch.setattr(_calls, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
+    monkeypatch.setattr(_retries, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s))
     async with AsyncExitStack() as stack:
         scripts = (Script(hold_after_messages=0), Script(hold_after_messages=0), Script())
         routers = [FakeRouter(script) for script in scripts]

@@ -243,14 +243,17 @@ def _raise() -> NoReturn:
 
 
 def _come_again(seconds: float) -> None:
-    """Let the signal come again. The timer of the process is used, because a thread for that cannot be started where
-    the system has none left, nor while `threading` is imported.
+    """Let the signal come again, and again until it is heard: Python does not hear one that comes as it enters a system
+    call, such as a sleep. The timer of the process is used, because a thread for that cannot be started where the
+    system has none left, nor while `threading` is imported.
     """
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
 def _on_alarm(alarm: int, frame: FrameType | None) -> None:
-    if not _ending.number or _ending.error_id:  # the alarm was on its way when the signal was accepted or raised
+    is_heard = _ending.error_id or any(running.is_told for running in _in_loop)
+    if is_heard or not _ending.number:  # the program has accepted the signal
+        signal.setitimer(signal.ITIMER_REAL, 0)
         return
     for number in _SIGNALS:  # the exception has been dropped
         if signal.getsignal(number) == _ignore:

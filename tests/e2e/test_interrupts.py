@@ -60,6 +60,7 @@ _ENDING = {
     "bench.attention --seqs 64": 0,
     "bench.limits --shape 135m": 0,
     "bench.speculative": 0,
+    "bench.drafts --shape narrow": 0,
     "bench.overhead --tokens 2048 4096 8192": 0,
     "bench.sessions": 0,
     "tests.parity": 0,

@@ -1,4 +1,4 @@
-"""Products with a single panel of 16 columns: of adapters, routers and latents."""
+"""Products with a single panel of 16 columns: of adapters, routers, latents and Mamba 1."""
 
 from typing import Any
 

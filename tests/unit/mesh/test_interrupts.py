@@ -297,6 +297,30 @@ run_program(main)
 """
 
 
+_INTERRUPTED_AND_ONCE_UNHEARD = """
+import logging, os, signal, time
+from mesh.interrupts import run_program
+
+class Interrupting(logging.Handler):
+    def emit(self, record):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+def main():
+    hear = signal.getsignal(signal.SIGALRM)
+
+    def miss(number, frame):  # as Python misses a signal that comes when it enters a system call
+        print("an alarm is missed")
+        signal.signal(signal.SIGALRM, hear)
+
+    signal.signal(signal.SIGALRM, miss)
+    logging.getLogger().addHandler(Interrupting())
+    logging.warning("a line")
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -313,6 +337,7 @@ run_program(main)
         pytest.param(_INTERRUPTED_IN_NUMBA, "numba is complete: True\n", id="the import of numba"),
         pytest.param(_INTERRUPTED_IN_PYTORCH, "PyTorch is complete\n", id="the import of PyTorch"),
         pytest.param(_INTERRUPTED_WHERE_ALL_EXCEPTIONS_ARE_DROPPED, "it is dropped\n", id="a bare except"),
+        pytest.param(_INTERRUPTED_AND_ONCE_UNHEARD, "an alarm is missed\n", id="a missed alarm"),
         pytest.param(_INTERRUPTED_WITHOUT_THREADS, "the line is complete\n", id="a system without threads left"),
     ],
 )

@@ -50,6 +50,7 @@ from tandem_cli.simulation.profile import MeshProfile, StepTimes, WorkerProfile
 from tandem_cli.simulation.run import simulate
 
 _INPUT_TOKENS = 64
+_BLOCK_TOKENS = 16
 _CLIENTS_PER_REPLICA = 16
 _SIMULATED_RATE, _SIMULATED_S = 20.0, 60.0
 _NUM_PLACEMENTS = 200
@@ -74,7 +75,8 @@ class RouterRun:
 async def measure(num_clients: list[int], tokens: int, num_decode: int = 1) -> list[RouterRun]:
     """Start a mesh and measure one run per number of clients."""
     router_core, other_core = [*sorted(os.sched_getaffinity(0)) * 2][:2]
-    decode_flags = ("--max-batch-total-tokens", str(256 * max(num_clients)))
+    # A block more than each sequence takes, so that none is preempted.
+    decode_flags = ("--max-batch-total-tokens", str(max(num_clients) * (_INPUT_TOKENS + tokens + _BLOCK_TOKENS)))
     mesh = paced_mesh(router_core, other_core, max(num_clients), decode_flags, num_decode)
     async with mesh as (pid, address):
         os.sched_setaffinity(0, {other_core})

@@ -120,13 +120,16 @@ class AnswerStream:
         if self._num_best is not None:
             return  # ranked choices are returned once all have ended
         self._ready[choice] = None
-        if sum(choice.num_pending for choice in self._ready) > self._max_pending:
+        if not self._wake() and sum(choice.num_pending for choice in self._ready) > self._max_pending:
             self._cut_off("the client reads too slowly")
-        self._wake()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _wake(self) -> bool:
+        """Wake the reader. Returns False if it does not wait, because it has more to read, or writes to the client."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is None or waiter.done():
+            return False
+        waiter.set_result(None)
+        return True
 
     async def _wait_ready(self) -> None:
         if not self._ready and self._error is None:

@@ -121,7 +121,7 @@ class TokenOrder:
                 self._early.append(output)
             return []
         due = [self._cut(output)]
-        while (early := self._pop_due()) is not None:
+        while self._early and (early := self._pop_due()) is not None:
             due.append(self._cut(early))
         return due
 
@@ -198,7 +198,7 @@ class Usage:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChoiceEvents:
     """New events of one choice; `finish_reason`, `usage` and `timing` come with its last one."""
 
@@ -234,6 +234,7 @@ class Choice:
         self._valid = valid
         seed = valid.sampling.seed or 0
         self._sampling = replace(valid.sampling, seed=(seed + index) % 2**64)
+        self._num_worker_prompt = len(valid.worker_prompt)
         self._max_new_tokens = valid.sampling.max_new_tokens or 0
         self._order = TokenOrder(max_early=self._max_new_tokens + 1)
         self._tokenizer = tokenizer
@@ -259,7 +260,7 @@ class Choice:
     @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens, including the decoder's start tokens."""
-        return len(self._valid.worker_prompt) + len(self.token_ids)
+        return self._num_worker_prompt + len(self.token_ids)
 
     @property
     def num_pending(self) -> int:
@@ -291,7 +292,7 @@ class Choice:
             request_id=self.request_id,
             attempt=attempt,
             token_ids=(*self._valid.worker_prompt, *self.token_ids),
-            num_prompt_tokens=len(self._valid.worker_prompt),
+            num_prompt_tokens=self._num_worker_prompt,
             sampling=self._sampling,
             eos_token_ids=eos_token_ids,
             top_logprobs=params.top_logprobs,
@@ -324,7 +325,7 @@ class Choice:
     @property
     def _knows_prompt(self) -> bool:
         """True if all log-probs of the prompt have come."""
-        return len(self.prompt_logprobs) >= len(self._valid.worker_prompt)
+        return len(self.prompt_logprobs) >= self._num_worker_prompt
 
     def note_cached(self, num_tokens: int) -> None:
         """Record how many prompt tokens the first attempt found in a prefix cache."""
@@ -366,7 +367,7 @@ class Choice:
         self._logprob_sum += token.logprob
         special = token.id in self._tokenizer.special_ids
         text = "" if hide_text else self._text.push(token.id)
-        event = TokenEvent(token.id, text, token.logprob, self._top(token.top), special)
+        event = TokenEvent(token.id, text, token.logprob, self._top(token.top) if token.top else (), special)
         if self._with_bytes and not hide_text:
             added = self._text.added
             own_bytes = added.lstrip("\ufffd").encode() if special else self._tokenizer.bytes_of(token.id, added)
@@ -384,8 +385,6 @@ class Choice:
         self.finish_reason = FinishReason.STOP_SEQUENCE if self._text.stopped else reason  # U+FFFD may stop it
 
     def _top(self, top: tuple[TokenLogprob, ...]) -> tuple[TopToken, ...]:
-        if not top:
-            return ()
         begins = self._begins_text and len(self.token_ids) == 1
         return tuple(TopToken.of(entry, self._tokenizer, begins=begins, with_bytes=self._with_bytes) for entry in top)
 

@@ -57,6 +57,7 @@ class CapacityClaim:
         self.started_s = in_flight.now_s()
         self.on_abandoned: Callable[[WorkerInfo], None] = _ignore
         """Called with the worker that the attempt should leave."""
+        self._block_size = placement.decode.layout.block_size
         self._in_flight = in_flight
         self._on_first_token = on_first_token
 
@@ -67,9 +68,9 @@ class CapacityClaim:
 
     def grow(self, num_tokens: int) -> None:
         """The sequence has this many tokens by now. Called for each token, most of which need no new block."""
-        layout, before = self.placement.decode.layout, self.num_tokens
+        last_block = (self.num_tokens - 1) // self._block_size
         self.num_tokens = num_tokens
-        if layout.num_blocks_for(num_tokens) != layout.num_blocks_for(before):
+        if (num_tokens - 1) // self._block_size != last_block:
             self._in_flight.recount(self)
 
     def first_token(self) -> None:

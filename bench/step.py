@@ -31,6 +31,8 @@ from rich.table import Table
 
 from bench.arithmetic import operations_per_s
 from bench.shapes import write_shape
+from engine.kernels.cpu.machine import PANEL
+from engine.kernels.cpu.products.nibbles import SCALES_BYTES
 from engine.kernels.cpu.threads.phases import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
 from engine.loading.resolve import resolve
 from engine.loading.stored_parameters import stored_in_int4
@@ -153,7 +155,7 @@ def _subject(model_dir: Path, variant: Variant) -> Subject:
     config = load_decoder_config(variant.weights)
     precision = precision_of(*resolve(RunnerSettings(variant.weights, enforce_eager=variant.is_eager)))
     if precision.weights == "int4" and (stored := stored_in_int4(variant.weights, parameter_specs(config))):
-        precision = replace(precision, group=stored.group)
+        precision = replace(precision, group=stored.group, group_bytes=SCALES_BYTES // PANEL)
     return Subject(model_size(config), precision)
 
 

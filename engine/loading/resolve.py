@@ -13,13 +13,14 @@ from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.devices import find_device, num_devices
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni, why_no_loops
-from engine.loading.stored_parameters import is_exact, stored_in_fp8, stored_in_int4
+from engine.loading.stored_parameters import is_exact, read_modules, rounds_to_steps, stored_in_fp8, stored_in_int4
 from engine.models.adapters import change_experts
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
-from engine.models.encodings import PACKED
+from engine.models.encodings import IN_STEPS, PACKED
 from engine.models.kv_groups import group_windows, num_kv_layers
 from engine.models.model_config import ModelConfig
+from engine.models.packed_weights import stores_steps
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
 from engine.models.recurrent.rows import state_rows
@@ -263,11 +264,22 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
 
 
 def _arithmetic(settings: RunnerSettings, config: AnyConfig) -> str:
-    """How products of linear layers differ from those in fp32: "int8", "int4", "bf16", "none". fp8 is exact."""
+    """How products of linear layers differ from those in fp32: the encoding, "bf16" or "none". fp8 is exact."""
     if (quantize := _quantize(settings, config)) not in ("none", "fp8"):
-        return quantize
+        return IN_STEPS if quantize == "int4" and _rounds_to_steps(settings, config) else quantize
     has_bf16_products = _dtype(settings, config) == "bfloat16" and _is_compiled(settings, config) and knows_bf16()
     return "bf16" if has_bf16_products else "none"
+
+
+def _rounds_to_steps(settings: RunnerSettings, config: AnyConfig) -> bool:
+    """See rounds_to_steps. A partition has what it was made with."""
+    if isinstance(config, EncoderDecoderConfig):
+        return False
+    if (partition := read_partition(settings.model_dir)) is not None:
+        return stores_steps(partition.folder / partition.files[0].name)
+    specs = parameter_specs(config)
+    modules = {} if settings.load_format == "dummy" else read_modules(settings.model_dir, specs)
+    return rounds_to_steps(specs, modules)
 
 
 def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:

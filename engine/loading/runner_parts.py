@@ -43,8 +43,8 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
 
 _MATRIX_BYTES = {"int8": 1, "int4": 0.5 + 3 / INT4_GROUP, "fp8": 2}
-"""Bytes per number of a matrix, by encoding. Groups in int4 have a scale and a zero; models in fp8 may have some
-matrices in bf16.
+"""Bytes per number of a matrix, by encoding, at most. Groups in int4 have a scale and a zero, or a step of int8 and a
+low end, which take less; models in fp8 may have some matrices in bf16.
 """
 
 
@@ -162,7 +162,7 @@ def dummy_weights(
     """Random parameters, see dummy_values. `own_dtype`: that of a checkpoint's numbers."""
     targets = ((spec, target_of_table(spec, own_dtype, target)) for spec in held(specs))
     values = (dummy_values(spec, own.dtype_of(spec), own.device, seed) for spec, own in targets)
-    return parameters_of(specs, target, values, on_progress)
+    return parameters_of(specs, target.rounding(specs), values, on_progress)
 
 
 def _scales_kv(settings: RunnerSettings) -> bool:

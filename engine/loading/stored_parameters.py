@@ -2,14 +2,14 @@
 them without conversion. Reads headers only.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from checkpoint.tensors import StoredTensor, open_checkpoint
 from checkpoint.text_part import possible_names
-from engine.kernels.cpu.machine import IN_BF16, IN_FP32
+from engine.kernels.cpu.machine import IN_BF16, IN_FP32, STEP_GROUP, knows_vnni
 from engine.models.encodings import OUTPUT, Forms, StoredMatrices
 from engine.models.parameters import ParameterSpec, Source, Stack
 from engine.quantized_formats.config import Quantization, read_quantization
@@ -141,7 +141,12 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
 
 def stored_in_int4(model_dir: Path, specs: list[ParameterSpec]) -> StoredMatrices | None:
     """See `int4_of`. Reads headers. Raises ConfigurationError."""
-    return int4_of(specs, find_modules(specs, open_stored(model_dir, specs), read_quantization(model_dir)))
+    return int4_of(specs, read_modules(model_dir, specs))
+
+
+def read_modules(model_dir: Path, specs: Sequence[ParameterSpec]) -> Mapping[str, QuantizedModule]:
+    """The quantised modules of a checkpoint. Reads headers. Raises ConfigurationError."""
+    return find_modules(specs, open_stored(model_dir, specs), read_quantization(model_dir))
 
 
 def stored_in_fp8(model_dir: Path, specs: list[ParameterSpec]) -> StoredMatrices | None:
@@ -182,6 +187,16 @@ def rounded_beside_int8(specs: Iterable[ParameterSpec], modules: Mapping[str, Qu
     in_int8 = {name for name, module in modules.items() if module.storage.is_int8}
     matrices = [spec for spec in specs if in_int8 and spec.is_matrix and spec.name != OUTPUT]
     return frozenset(spec.name for spec in matrices if not in_int8 >= {source.name for source in spec.sources})
+
+
+def rounds_to_steps(specs: Sequence[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> bool:
+    """Whether matrices that are rounded to int4 get steps of int8: if the inputs of each are whole groups, none is in 4
+    bits already, and the CPU multiplies bytes (VNNI). Without that, groups with scales take fewer instructions.
+    """
+    if not knows_vnni() or any(module.is_mxfp4 for module in modules.values()):
+        return False
+    are_whole = all(spec.shape[1] % STEP_GROUP == 0 for spec in specs if spec.is_matrix)
+    return are_whole and int4_of(specs, modules) is None
 
 
 def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> StoredMatrices | None:

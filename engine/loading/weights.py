@@ -7,11 +7,12 @@ int8, fp8 and int4 are taken as they are.
 Checkpoint tensors that the model does not use are listed in the log, and refused if they are biases.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from engine.loading.stored_parameters import (
     int4_of,
     open_stored,
     rounded_beside_int8,
+    rounds_to_steps,
     stored_name,
 )
 from engine.loading.times import load_phase
@@ -37,6 +39,7 @@ from engine.loading.unused_tensors import report_unused
 from engine.memory import release_pages
 from engine.models.encodings import (
     ALL_FLOAT,
+    IN_STEPS,
     OUTPUT,
     OUTPUT_ENCODINGS,
     Forms,
@@ -57,7 +60,7 @@ log = structlog.get_logger(__name__)
 
 Progress = Callable[[float], None]
 _TABLES = ("embed", "layer_inputs")
-_ROUNDED = ("int8", "int4")
+_ROUNDED = ("int8", "int4", IN_STEPS)
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPES = ("F64", "F32", "BF16", "F16")
 
@@ -78,6 +81,12 @@ class WeightsTarget:
         if spec.in_fp32 or (self.is_packed and len(spec.shape) == 1):
             return torch.float32
         return torch.float32 if spec.wide and self.dtype is torch.float16 else self.dtype
+
+    def rounding(
+        self, specs: Sequence[ParameterSpec], modules: Mapping[str, QuantizedModule] = MappingProxyType({})
+    ) -> "WeightsTarget":
+        """The target with the encoding that int4 stands for, see rounds_to_steps."""
+        return replace(self, encoding=IN_STEPS) if self.encoding == "int4" and rounds_to_steps(specs, modules) else self
 
 
 def load_weights(
@@ -114,6 +123,7 @@ def load_weights(
     in_int8 = rounded_beside_int8(specs, modules) if target.encoding == "int8" else kept.in_int8 if kept else ()
     if in_int8:
         log.info("matrices that the checkpoint has in another form are rounded to 8 bits", matrices=len(in_int8))
+    target = target.rounding(specs, modules)
     values = _stored_values(specs, target, stored, modules, kept)
     return parameters_of(specs, target, values, on_progress, kept or ALL_FLOAT, factors)
 

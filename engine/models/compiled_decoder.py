@@ -1,7 +1,8 @@
 """CompiledDecoder: `engine.models.decoder.Decoder` as one compiled loop, for CPUs with AVX2.
 
-In int8, weights have a scale per output channel and activations a scale per row. Sums are exact integers. In int4, both
-have a scale per group of inputs: sums of a group are exact, and added up in fp32. Weights in fp16 or bf16 are widened
+In int8, weights have a scale per output channel and activations a scale per row. Sums are exact integers. In int4 of a
+checkpoint, both have a scale per group of inputs: sums of a group are exact, and added up in fp32; weights that are
+rounded to int4 become int8 as they are multiplied. Weights in fp16 or bf16 are widened
 as they are multiplied: activations, sums and results are those of the same numbers in fp32.
 The loop runs in several threads together: the caller, helpers on the worker's cores, helpers on lent cores.
 """
@@ -17,10 +18,11 @@ from torch.nn.functional import layer_norm
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, one_token
 from engine.attention.cpu import kernel_batch
-from engine.kernels.cpu.arguments import Batch, Int64s, Range
+from engine.kernels.cpu.arguments import Batch, Int64s, Range, Weights
 from engine.kernels.cpu.compilation.stored import Stored
 from engine.kernels.cpu.layer_kernels import LAYER_KERNELS, needed_by
 from engine.kernels.cpu.machine import AMX_DEPTH, has_amx, knows_amx, multiplies_bf16
+from engine.kernels.cpu.products.matmul import product_code
 from engine.kernels.cpu.products.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.recurrent.recurrent_arguments import StateSteps
 from engine.kernels.cpu.step import output_rows, run_layers
@@ -104,7 +106,7 @@ class CompiledDecoder:
         self._written = 2 * last_writing_layer(config) + 1  # halves of layers after which all KV is written
         self._largest_kv = largest_kv(cache.tensor.dtype)
         self._model = model_constants(config, packed, layers, shapes, cache, places)
-        self._unlinked = list(LAYER_KERNELS) if compile_all else needed_by(self._model)
+        self._unlinked = _all_kernels(packed.weights) if compile_all else needed_by(self._model)
         self._memory = LoopMemory(
             config,
             self._model,
@@ -249,3 +251,10 @@ class CompiledDecoder:
             of_tokens = torch.from_numpy(self._memory.rows("token_inputs", len(token_ids), width))
             of_tokens.copy_(self._layer_inputs[token_ids]).mul_(self._model.inputs.width**0.5)
         return residual
+
+
+def _all_kernels(weights: Weights) -> list[int]:
+    """The numbers of all kernels. Products of checkpoints in 4 bits, which dummy weights cannot be, are compiled now."""
+    if weights.packed.dtype == np.int64:
+        product_code(weights._replace(packed=np.empty(0, np.uint8)))
+    return list(LAYER_KERNELS)

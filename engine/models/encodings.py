@@ -1,9 +1,9 @@
 """The encodings in which matrices of weights are stored, and the parameters of a model as they are loaded.
 
-An encoding says what the numbers of a matrix mean: float, int8, fp8, int4 or, for some matrices of a model in int4,
-int8 in groups. LinearParameters is a matrix as it is loaded. Every memory layout of a matrix, oneDNN's or that of the
-compiled loops, is built from LinearParameters, so each encoding is stored in one way. `engine/models/linear.py` has the
-layers that multiply with float and int8; the others are for the compiled decoder only.
+An encoding says what the numbers of a matrix mean: float, int8, fp8, int4 in steps of int8, int4 with scales or, for
+some matrices of a model in that, int8 in groups. LinearParameters is a matrix as it is loaded. Every memory layout of a
+matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each encoding is stored in one way.
+`engine/models/linear.py` has the layers that multiply with float and int8; others are for the compiled decoder only.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +14,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.loading.times import load_phase
-from engine.models.rounding import INT4_GROUP, round_to_int4, round_to_int8, round_to_int8_groups
+from engine.models.rounding import INT4_GROUP, round_to_int4, round_to_int8, round_to_int8_groups, round_to_steps
+
+IN_STEPS = "int4 in int8"
+"""The encoding of matrices that are rounded to 4 bits, to steps of int8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +29,8 @@ class LinearParameters:
     int8            weight[output, input] * scales[output], with `weight` in [-128, 127]
     fp8             weight[output, input] * scales[output, group], with `weight` in e4m3; outputs in other forms
                     (engine/kernels/cpu/machine.py) have fp32 `numbers[output, input]` instead
+    int4 in int8    (lows[output, group] + steps[output, group] * weight[output, input]) * scales[output], with `weight`
+                    in [0, 15], and groups of 32 inputs: whole numbers of int8 times a scale
     int4            (weight[output, input] - zeros[output, group]) * scales[output, group], with `weight` in [0, 15];
                     with `is_mxfp4`, `weight` numbers the levels that count in its place
                     (engine/kernels/cpu/products/nibbles.py), and groups have 32 inputs
@@ -39,6 +44,8 @@ class LinearParameters:
     encoding: str = "float"
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    steps: Tensor | None = None
+    lows: Tensor | None = None
     bias: Tensor | None = None
     order: Tensor | None = None
     is_mxfp4: bool = False
@@ -60,6 +67,11 @@ def _round_to_int4(weight: Tensor) -> LinearParameters:
     return LinearParameters(rounded, "int4", scales, zeros)
 
 
+def _round_to_steps(weight: Tensor) -> LinearParameters:
+    rounded, scales, steps, lows = round_to_steps(weight)
+    return LinearParameters(rounded, IN_STEPS, scales, steps=steps, lows=lows)
+
+
 def _round_to_int8_groups(weight: Tensor, group: int) -> LinearParameters:
     rounded, scales, zeros = round_to_int8_groups(weight, group)
     return LinearParameters(rounded, "int8 in groups", scales, zeros)
@@ -69,15 +81,16 @@ ENCODINGS: Mapping[str, Callable[[Tensor], LinearParameters]] = {
     "float": _keep,
     "int8": _round_to_int8,
     "int4": _round_to_int4,
+    IN_STEPS: _round_to_steps,
 }
 """Conversions of floating-point weights [outputs, inputs] to each encoding. fp8 is only taken from checkpoints;
 matrices beside it keep their type.
 """
-OUTPUT_ENCODINGS = {"int4": "int8"}
+OUTPUT_ENCODINGS = {"int4": "int8", IN_STEPS: "int8"}
 """Encodings of the output matrix where they are others than that of the model."""
 OUTPUT = "lm_head"
 """The name of the output matrix."""
-PACKED = frozenset({"float", "int8", "fp8", "int4"})
+PACKED = frozenset({"float", "int8", "fp8", "int4", IN_STEPS})
 """Encodings that the compiled decoder can pack and multiply."""
 CUT_BY_INPUTS = frozenset({"float"})
 """Encodings in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.loading.times import load_phase
 from engine.models.activations import xielu_parameters
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
-from engine.models.encodings import OUTPUT, PACKED, Forms, LinearParameters, Parameters
+from engine.models.encodings import IN_STEPS, OUTPUT, PACKED, Forms, LinearParameters, Parameters
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
@@ -37,7 +37,7 @@ from engine.models.share import RankShare
 
 _NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", *MIXED_NORMS)
 """In the order of the kernels' numbers; see engine/kernels/cpu/arguments.py."""
-_PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+_PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8, IN_STEPS: torch.int64}
 _EXACT_LATENT_OUTPUTS = (torch.float8_e4m3fn, torch.float32)
 """Types of the output matrix with which the panels of latent attention are in fp32."""
 
@@ -269,10 +269,10 @@ def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearPar
     """The matrix with the gates of attention, if any, after the values instead of after the queries."""
     if not config.attention_gate:
         return matrix
-    given = (matrix.scales, matrix.zeros, matrix.bias, matrix.numbers)
-    scales, zeros, bias, numbers = (None if values is None else _gates_last(values, config) for values in given)
-    weight = _gates_last(matrix.weight, config)
-    return replace(matrix, weight=weight, scales=scales, zeros=zeros, bias=bias, numbers=numbers)
+    names = ("weight", "scales", "zeros", "steps", "lows", "bias", "numbers")
+    given = {name: getattr(matrix, name) for name in names}
+    moved: dict[str, Any] = {name: _gates_last(values, config) for name, values in given.items() if values is not None}
+    return replace(matrix, **moved)
 
 
 def _gates_last(values: Tensor, config: ModelConfig) -> Tensor:
@@ -357,6 +357,8 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
             is_float = matrix.encoding == "float"
             numbers, octets = (matrix.weight, None) if is_float else (matrix.numbers, matrix.weight)
             packer.put_forms(index, numbers, octets, matrix.scales, matrix.bias)
+        elif matrix.scales is not None and matrix.steps is not None and matrix.lows is not None:
+            packer.put_steps(index, matrix.weight, matrix.scales, matrix.steps, matrix.lows, matrix.bias)
         elif matrix.scales is None or matrix.zeros is None:
             packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
         else:

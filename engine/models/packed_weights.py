@@ -96,6 +96,12 @@ def read_packed(path: Path) -> PackedDecoder:
     return PackedDecoder(weights=weights, output=output, **arrays)
 
 
+def stores_steps(path: Path) -> bool:
+    """True if matrices in the file are in steps of int8. Raises ConfigurationError."""
+    packed = read_header(path).get(_name("weights", "packed"))
+    return packed is not None and packed.dtype == "I64"
+
+
 def _arrays(packed: PackedDecoder) -> Mapping[str, NDArray[Any]]:
     """All arrays by name, and padding after those that do not end with a cache line."""
     arrays = {name: array for name, array in packed._asdict().items() if name not in _PARTS}

@@ -1,18 +1,22 @@
-"""Rounds matrices to int8, with a scale for each output or group, and to int4, with a scale and a zero for a group."""
+"""Rounds matrices to int8, with a scale for each output or group, and to int4, whose groups have a scale and a zero, or
+steps of int8.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.machine import EIGHT_BITS_ZERO, INT8_LEVELS
+from engine.kernels.cpu.machine import EIGHT_BITS_ZERO, INT8_LEVELS, MAX_STEP, STEP_GROUP
 
 INT4_GROUP = 32
 """Inputs that share a scale in matrices that are rounded to int4."""
 _INT4_LEVELS = 15
 _ELEMENTS_AT_ONCE = 2**18  # a megabyte in fp32
 _TINY = 1e-20  # minimum scale, for rows of zeros
+_STEP_DTYPES = (torch.uint8, torch.int8)
 
 
 @contextmanager
@@ -54,6 +58,45 @@ def round_to_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         levels = torch.round(groups / scales[rows, :, None].clamp(min=_TINY)) + zeros[rows, :, None]
         rounded[rows] = levels.clamp_(0, _INT4_LEVELS).flatten(1)[:, : weight.shape[1]]
     return rounded, scales, zeros
+
+
+def round_to_steps(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return `weight` [outputs, inputs], of whole groups, rounded to 0 to 15 as uint8; a scale for each output in fp32,
+    that of int8; and for each group of inputs, as numbers of int8 [outputs, groups], a step as uint8 and the low end. A
+    group has the step that rounds less: the whole number below a fifteenth of its range, or that above.
+    """
+    rounded, scales = _empty_groups(weight, STEP_GROUP)
+    scales, steps, lows = scales[:, 0].contiguous(), *(torch.empty(scales.shape, dtype=dtype) for dtype in _STEP_DTYPES)
+    for rows, groups in _some_groups(weight, STEP_GROUP):
+        scales[rows] = groups.abs().amax((1, 2)).clamp_(min=_TINY).div_(INT8_LEVELS)
+        groups = groups / scales[rows, None, None]
+        smaller = groups.amax(2, keepdim=True).sub_(groups.amin(2, keepdim=True)).div_(_INT4_LEVELS).floor_()
+        best, other = (_in_steps(groups, (smaller + more).clamp_(1, MAX_STEP)) for more in range(2))
+        is_better = other.errors < best.errors
+        levels, step, low, _ = (torch.where(is_better, *pair) for pair in zip(other, best, strict=True))
+        rounded[rows] = levels.flatten(1)
+        steps[rows], lows[rows] = step[..., 0], low[..., 0]
+    return rounded, scales, steps, lows
+
+
+class _Stepped(NamedTuple):
+    """Groups [rows, groups, group] in steps; of each group, [rows, groups, 1], the step, the low end and the sum of
+    squared errors.
+    """
+
+    levels: Tensor
+    steps: Tensor
+    lows: Tensor
+    errors: Tensor
+
+
+def _in_steps(groups: Tensor, steps: Tensor) -> _Stepped:
+    middle = groups.amax(2, keepdim=True).add_(groups.amin(2, keepdim=True)).div_(2)
+    lows = middle.sub_(steps * (_INT4_LEVELS / 2)).round_()
+    lows = torch.minimum(lows.clamp_(min=-INT8_LEVELS - 1), INT8_LEVELS - _INT4_LEVELS * steps)
+    levels = ((groups - lows) / steps).round_().clamp_(0, _INT4_LEVELS)
+    errors = (levels * steps).add_(lows).sub_(groups).square_().sum(2, keepdim=True)
+    return _Stepped(levels, steps, lows, errors)
 
 
 def round_to_int8_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,8 +24,8 @@ BLOCK_SIZE = 16  # tokens of a KV block: the default of workers
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes per weight of a linear layer, without scales."""
 _PACKED_OUTPUT = {"int4": "int8"}
-_PACKED_GROUP, _PACKED_SCALE_BYTES = 32, 3
-"""In int4 each group of weights has a scale and a zero; a quantised checkpoint may have other groups."""
+_GROUP, _GROUP_BYTES = 32, 2
+"""In int4 each group of weights has a step and a low end, of a byte each."""
 QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8")
 """Types that only the weights of linear layers can have: those of this engine, and those of others."""
 _MAX_ITERATIONS = 50  # of a fixed-point iteration with shrinking steps
@@ -45,7 +45,7 @@ class Precision:
     and `embedding` are others; `inputs` is that of the table of layers' inputs, by default the embedding's.
 
     `is_packed`: as the compiled decoder of this engine has them. It holds a tied output matrix beside the embedding, in
-    int8 if weights are int4, and these have scales for groups of `group` inputs.
+    int8 if weights are int4, and these have `group_bytes` beside each group of `group` inputs.
     """
 
     weights: str
@@ -53,7 +53,8 @@ class Precision:
     kv: str = ""
     embedding: str = ""
     is_packed: bool = False
-    group: int = _PACKED_GROUP
+    group: int = _GROUP
+    group_bytes: int = _GROUP_BYTES
     inputs: str = ""
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class Precision:
     def weight_bytes(self) -> float:
         """Bytes per weight of a linear layer."""
         has_groups = self.is_packed and self.weights == "int4"
-        return WEIGHT_BYTES[self.weights] + (_PACKED_SCALE_BYTES / self.group if has_groups else 0)
+        return WEIGHT_BYTES[self.weights] + (self.group_bytes / self.group if has_groups else 0)
 
     @property
     def output_bytes(self) -> float:

@@ -17,6 +17,7 @@ from engine.kernels.cpu.arguments import (
     Part,
     Range,
 )
+from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.compilation.compiler import entry
 from engine.kernels.cpu.compilation.parts import OPTIONS
 from engine.kernels.cpu.machine import (
@@ -24,8 +25,10 @@ from engine.kernels.cpu.machine import (
     IN_BF16,
     IN_FP32,
     INT4_GROUPS,
+    MAX_STEP,
     MAX_ZERO,
     SHORTS_ORDER,
+    STEP_GROUP,
     TILE_ROWS,
     UNIT,
     amx_shapes,
@@ -62,10 +65,12 @@ KINDS = [
     pytest.param("bfloat16", id="bf16"),
     pytest.param("float8_e4m3fn", id="fp8, bf16 and fp32"),
     pytest.param("int8", id="int8"),
+    pytest.param("steps", id="int4 in steps of int8"),
     *(pytest.param(f"int4-{group}", id=f"int4 in groups of {group}") for group in INT4_GROUPS),
     pytest.param("mxfp4-32", id="mxfp4"),
     *(pytest.param(f"groups-{group}", id=f"int8 in groups of {group}") for group in (32, 64)),
     pytest.param("amx", id="int8 with AMX", marks=needs_amx),
+    pytest.param("steps amx", id="int4 in steps of int8 with AMX", marks=needs_amx),
     pytest.param("bfloat16 amx", id="bf16 with AMX", marks=needs_amx),
 ]
 
@@ -88,6 +93,9 @@ class Products:
         biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
         if kind.startswith(("int4", "mxfp4", "groups")):
             return cls._of_int4(kind, [replace(s, group=int(kind.partition("-")[2])) for s in shapes], biases)
+        if kind.startswith("steps"):
+            shapes = [replace(shape, inputs=round_up(shape.inputs, STEP_GROUP)) for shape in shapes]
+            return cls._of_steps(kind, shapes, biases)
         if kind == "float8_e4m3fn":
             return cls._of_fp8(kind, shapes, biases)
         is_int8, most = kind in INT8, 127
@@ -99,6 +107,20 @@ class Products:
         for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
             stored = ENCODINGS["int8"](matrix) if is_int8 else LinearParameters(matrix.to(dtype))
             packer.put(i, stored.weight, scales=stored.scales, bias=bias)
+        return cls(kind, shapes, matrices, biases, packer.weights)
+
+    @classmethod
+    def _of_steps(cls, kind: str, shapes: list[MatrixShape], biases: list[torch.Tensor | None]) -> "Products":
+        """Steps are anything that fits, and so are low ends."""
+        packer, matrices = Packer(shapes, torch.int64), []
+        for i, (shape, bias) in enumerate(zip(shapes, biases, strict=True)):
+            weight = torch.randint(0, 16, (shape.columns, shape.inputs), dtype=torch.uint8)
+            steps = torch.randint(1, MAX_STEP + 1, (shape.columns, shape.inputs // STEP_GROUP), dtype=torch.uint8)
+            lows = (torch.rand(steps.shape) * (256 - 15 * steps.int())).floor().to(torch.int16).sub_(128).to(torch.int8)
+            packer.put_steps(i, weight, torch.ones(shape.columns), steps, lows, bias)
+            group_of = torch.arange(shape.inputs) // STEP_GROUP
+            matrices.append(lows[:, group_of].float() + steps[:, group_of].float() * weight)
+            assert matrices[-1].abs().max() <= 128
         return cls(kind, shapes, matrices, biases, packer.weights)
 
     @classmethod
@@ -180,7 +202,7 @@ def whole_rows(inputs: int) -> Array:
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_exact(kind: str) -> None:
     products = Products.of(kind, SHAPES)
-    for index, shape in enumerate(SHAPES):
+    for index, shape in enumerate(products.shapes):
         x, columns = whole_rows(shape.inputs), -(-shape.columns // 16) * 16
         expected = products.expected(index, x)
         for rows in range(1, MAX_ROWS + 1):
@@ -196,7 +218,7 @@ def test_products_are_exact(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_products(kind: str) -> None:
     products = Products.of(kind, GATED)
-    for index, shape in enumerate(GATED):
+    for index, shape in enumerate(products.shapes):
         x, half = whole_rows(shape.inputs), shape.columns // 2
         bias = products.biases[index]
         biases = np.zeros(shape.columns) if bias is None else bias.numpy().astype(np.float64)
@@ -212,7 +234,7 @@ def test_gated_products(kind: str) -> None:
 def test_a_row_does_not_depend_on_its_batch(kind: str) -> None:
     shapes = [MatrixShape(144, 208), MatrixShape(96, 208, gated=True), MatrixShape(144, 224)]
     products = Products.of(kind, shapes)
-    for index, (shape, columns) in enumerate(zip(shapes, (144, 48, 144), strict=True)):
+    for index, (shape, columns) in enumerate(zip(products.shapes, (144, 48, 144), strict=True)):
         x = np.random.default_rng(1).normal(size=(MAX_ROWS, shape.inputs)).astype(np.float32)
         together = products.multiply(index, x, np.empty((MAX_ROWS, columns), np.float32))
         for first, end in ((0, 1), (69, 70), (3, 5), (5, 8), (9, 16), (11, 28), (20, 53)):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, Matrix
+from engine.kernels.cpu.arguments import Address, Element, Matrix
 from engine.kernels.cpu.compilation.emitter import (
     INT8,
     INT64,
@@ -26,6 +26,7 @@ from engine.kernels.cpu.compilation.emitter import (
     Values,
     emitted,
 )
+from engine.kernels.cpu.compilation.parts import select_by_dtype
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     AMX_QUERY_ROWS,
@@ -44,6 +45,25 @@ from engine.kernels.cpu.products.tiles import write_tile
 BF16_QUERY_ROWS = AMX_QUERY_ROWS if knows_amx() else QUERY_TILE_ROWS
 """Queries of a prompt that are multiplied at once in bf16."""
 _PANEL_BYTES = AMX_TILE_ROWS * AMX_TILE_ROW_BYTES
+_MIN_ROWS = 5
+"""In int8: vectors multiply fewer rows faster."""
+
+
+def fits_amx(num_rows: int, a_step: int, element: Element) -> bool:
+    """True if AMX multiplies a matrix with so many rows of so many bytes. `element`: any element of the weights."""
+    raise NotImplementedError
+
+
+def _are_many(num_rows: int, a_step: int, element: Element) -> bool:
+    return num_rows >= _MIN_ROWS
+
+
+def _are_whole(num_rows: int, a_step: int, element: Element) -> bool:
+    """Any number of rows: AMX adds in another order than vectors."""
+    return a_step % AMX_TILE_ROW_BYTES == 0
+
+
+select_by_dtype(fits_amx, {types.int16: _are_whole}, _are_many)
 
 
 class AmxProduct(NamedTuple):
@@ -138,7 +158,7 @@ def multiply_and_finish(
 
     `halves` is 1 or 2; `halves` and `mode` are compile-time constants. prefetch: Prefetch. `element`: any element of b.
     """
-    is_int8 = element == types.int8
+    is_int8 = element in (types.int8, types.int64)
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)

@@ -149,7 +149,7 @@ def sigmoid_of(emit: Emitter, x: Value, factor: Value) -> Value:
 @emitted
 def finish_rows(typing: TypingContext, tile: NumbaType, mode: NumbaType, element: NumbaType) -> Intrinsic:
     """Finish all rows of a SumTile. `mode` is a compile-time constant, `element` any element of the weights."""
-    is_int8 = element == types.int8
+    is_int8 = element in (types.int8, types.int64)
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         finish = Finish(Emitter(context, builder), args[0], mode.literal_value, is_int8=is_int8)

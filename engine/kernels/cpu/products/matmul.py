@@ -25,28 +25,35 @@ from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.compilation.parts import select_by_dtype
 from engine.kernels.cpu.compilation.pieces import Piece, caller, element_of
 from engine.kernels.cpu.machine import (
+    AMX_TILE_ROW_BYTES,
     FLOAT_BYTES,
     IN_BF16,
     IN_FP32,
     PANEL,
     SLOT_BYTES,
+    STEPS,
     TILE_ROWS,
     UNIT,
     VECTOR_BYTES,
     widens_ahead,
 )
-from engine.kernels.cpu.products.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
+from engine.kernels.cpu.products.amx import (
+    AmxProduct,
+    Prefetch,
+    configure_amx,
+    fits_amx,
+    multiply_and_finish,
+    release_amx,
+)
 from engine.kernels.cpu.products.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
 from engine.kernels.cpu.products.nibbles import BLOCK_HEAD_BYTES, bytes_per_input, panel_bytes
 from engine.kernels.cpu.products.operand_rows import put_values
 from engine.kernels.cpu.products.packing import operand_dtypes
-from engine.kernels.cpu.products.row_tiles import multiply_rows
+from engine.kernels.cpu.products.row_tiles import MOST_ROWS, multiply_rows
+from engine.kernels.cpu.products.steps import stepped_panel_bytes, unpack_unit
 from engine.kernels.cpu.products.tiles import TileProduct, form_bytes, widen_panels
 from engine.kernels.cpu.vectors import address, read_int64
 
-_AMX_MIN_ROWS = 5
-"""In int8: vectors multiply fewer rows faster."""
-_AMX_ROW_BYTES = 64
 _PREFETCH_MIN_TILES = 4
 _MAX_AHEAD_BYTES = 2**18
 """The largest unit that is fetched while the unit before it is multiplied: both stay in a core's own cache."""
@@ -58,9 +65,9 @@ _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 _FORM_BYTES = 2 * SLOT_BYTES
 
 _bytes_per_input, _panel_bytes = jit(bytes_per_input), jit(panel_bytes)
-_form_bytes = jit(form_bytes)
-_FP32, _BF16 = np.float32(0), np.uint32(0)
-"""Any elements of units in these forms, whose rows of the operand are fp32."""
+_form_bytes, _stepped_panel_bytes = jit(form_bytes), jit(stepped_panel_bytes)
+_FP32, _BF16, _INT8 = np.float32(0), np.uint32(0), np.int8(0)
+"""Any elements of units in these forms."""
 
 
 class Target(NamedTuple):
@@ -137,7 +144,7 @@ def product(operand: Operand, weights: Weights, matrix: int, target: Target, par
 def multiply(kind: Any, rows: _Rows, columns: _Columns, mode: int, units: Range, has_amx: bool) -> None:
     """`product` of these units of columns. kind: of the weights."""
     element = element_of(kind)
-    if has_amx and _fits_amx(rows.num_rows, rows.a_step, element):
+    if has_amx and fits_amx(rows.num_rows, rows.a_step, element):
         _amx_product(rows, columns, mode, units, element)
     else:
         vector_product(rows, columns, mode, units, element)
@@ -151,23 +158,6 @@ def product_code(weights: Weights) -> ProductCode:
     packed, (operand, _) = weights.packed.dtype, operand_dtypes(weights)
     addresses = multiply.address_for(packed), put_values.address_for(operand)
     return ProductCode(*addresses, packed.itemsize, np.dtype(operand).itemsize)
-
-
-def _fits_amx(num_rows: int, a_step: int, element: Element) -> bool:
-    """True if AMX multiplies a matrix with so many rows of so many bytes. `element`: any element of the weights."""
-    raise NotImplementedError
-
-
-def _are_many(num_rows: int, a_step: int, element: Element) -> bool:
-    return num_rows >= _AMX_MIN_ROWS
-
-
-def _are_whole(num_rows: int, a_step: int, element: Element) -> bool:
-    """Any number of rows: AMX adds in another order than vectors."""
-    return a_step % _AMX_ROW_BYTES == 0
-
-
-select_by_dtype(_fits_amx, {types.int16: _are_whole}, _are_many)
 
 
 @jit
@@ -190,11 +180,15 @@ def _rows(operand: Operand, weights: Weights, matrix: int, target: Target) -> _R
 def _columns(operand: Operand, weights: Weights, matrix: int) -> _Columns:
     weight_at, column_at, depth, count, group, _, numbers = weights.matrices[matrix]
     width, offset = operand.code.weight_bytes, column_at * FLOAT_BYTES
+    if numbers == STEPS:
+        unit_bytes = 2 * _stepped_panel_bytes(depth)
+    elif group:
+        unit_bytes = 2 * _panel_bytes(depth // (group + BLOCK_HEAD_BYTES), group, _bytes_per_input(numbers))
+    else:
+        unit_bytes = UNIT * depth * width
     return _Columns(
         address(weights.packed) + weight_at * width,
-        2 * _panel_bytes(depth // (group + BLOCK_HEAD_BYTES), group, _bytes_per_input(numbers))
-        if group
-        else UNIT * depth * width,
+        unit_bytes,
         group,
         numbers,
         address(weights.offsets) + offset,
@@ -228,6 +222,17 @@ def _product_widened(rows: _Rows, columns: _Columns, mode: int, units: Range, el
     for unit in range(units.first, units.end):
         widen_panels(columns.packed + unit * columns.unit_bytes, columns.unit_bytes, 0, b.address, element)
         _multiply_unit(rows, columns, mode, unit, b, 0, _FP32)
+
+
+def _product_of_steps(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
+    """The weights of a unit are unpacked once for all rows, or in registers if there is one tile of rows."""
+    if rows.num_rows <= MOST_ROWS:
+        _as_stored(rows, columns, mode, units, element)
+        return
+    for unit in range(units.first, units.end):
+        at = columns.packed + unit * columns.unit_bytes
+        b = unpack_unit(at, columns.unit_bytes, rows.wide)
+        _multiply_unit(rows, columns, mode, unit, b, at + columns.unit_bytes - b.address, _INT8)
 
 
 def _product_of_forms(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
@@ -303,6 +308,7 @@ _WIDENED: tuple[object, ...] = (types.uint16, types.int16) if widens_ahead() els
 _IN_FP8 = _product_of_wide_forms if widens_ahead() else _product_of_forms
 _PRODUCTS = dict.fromkeys(_WIDENED, _product_widened)
 _PRODUCTS[types.boolean] = _IN_FP8
+_PRODUCTS[types.int64] = _product_of_steps
 select_by_dtype(vector_product, _PRODUCTS, _product_as_stored)
 
 
@@ -324,18 +330,19 @@ def _multiply_unit(
 @jit
 def _amx_product(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
     """The sums of a tile are finished while the next tile is multiplied. Two buffers of sums alternate."""
-    depth, panel = rows.a_step // _AMX_ROW_BYTES, columns.unit_bytes // 2
+    depth, panel = rows.a_step // AMX_TILE_ROW_BYTES, columns.unit_bytes // 2
     num_tiles = (rows.num_rows + TILE_ROWS - 1) // TILE_ROWS
     # With few tiles, the CPU's own prefetcher fetches the next weights in time.
     lines = UNIT // num_tiles if num_tiles >= _PREFETCH_MIN_TILES else 0
     previous, buffer = _tile(rows, columns, _TileRows(rows.sums, 0, 0), units.first, mode), 0
     for unit in range(units.first, units.end):
-        b = Matrix(columns.packed + unit * columns.unit_bytes, panel)
+        at, following = columns.packed + unit * columns.unit_bytes, columns.packed + (unit + 1) * columns.unit_bytes
+        b = unpack_unit(at, columns.unit_bytes, rows.wide) if columns.numbers == STEPS else Matrix(at, panel)
         for row in range(0, rows.num_rows, TILE_ROWS):
             sums = rows.sums + buffer * _TILE_BYTES
             a = Matrix(rows.a + row * rows.a_step, rows.a_step)
             matrices = AmxProduct(a, b, Matrix(sums, _SUM_BYTES), depth)
-            ahead = Prefetch(b.address + columns.unit_bytes + row // TILE_ROWS * lines * rows.a_step, lines)
+            ahead = Prefetch(following + row // TILE_ROWS * lines * rows.a_step, lines)
             _multiply_and_finish(matrices, rows.num_rows - row, previous, mode, ahead, element)
             tile_rows = _TileRows(sums, row, min(TILE_ROWS, rows.num_rows - row))
             previous = _tile(rows, columns, tile_rows, unit, mode)

@@ -13,6 +13,7 @@ from engine.kernels.cpu.buffers import aligned, round_up
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
     EIGHT_BITS,
+    FLOAT_BYTES,
     FOUR_BITS,
     FP8_FACTOR,
     GROUP,
@@ -22,6 +23,9 @@ from engine.kernels.cpu.machine import (
     LEVELS,
     PAIR,
     PANEL,
+    SLOT_BYTES,
+    STEP_GROUP,
+    STEPS,
     UNIT,
     VECTOR_BYTES,
     ZERO_POINT,
@@ -35,6 +39,7 @@ from engine.kernels.cpu.products.nibbles import (
     bytes_per_input,
     panel_bytes,
 )
+from engine.kernels.cpu.products.steps import HEAD_BYTES, stepped_panel_bytes
 from engine.kernels.cpu.products.tiles import form_bytes
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
@@ -44,9 +49,10 @@ DTYPES: Mapping[torch.dtype, DTypeLike] = {
     torch.int8: np.int8,
     torch.uint8: np.uint8,
     torch.float8_e4m3fn: np.bool_,
+    torch.int64: np.int64,
 }
 """Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU, nor fp8. uint8 is
-int4. A model in fp8 may have bf16 and fp32 beside it: see MatrixShape.runs.
+int4, int64 int4 in steps of int8. A model in fp8 may have bf16 and fp32 beside it: see MatrixShape.runs.
 """
 _INPUTS_IN_LANE = {torch.int8: GROUP, torch.bfloat16: PAIR}
 """Inputs that lie side by side in each of a panel's columns."""
@@ -90,7 +96,8 @@ class Packer:
         weight_ends = np.cumsum([0, *(_num_elements(shape, dtype) for shape in shapes)])
         depths = [_row_elements(shape, dtype) for shape in shapes]
         counts = [round_up(shape.columns, PANEL) for shape in shapes]
-        groups, numbers = ([getattr(shape, name) for shape in shapes] for name in ("group", "numbers"))
+        groups = [shape.group for shape in shapes]
+        numbers = [STEPS if dtype == torch.int64 else shape.numbers for shape in shapes]
         no_order = [0] * len(shapes)
         facts = [*zip(weight_ends[:-1], column_ends[:-1], depths, counts, groups, no_order, numbers, strict=True)]
         self._orders: list[Int32s] = []
@@ -157,6 +164,34 @@ class Packer:
             octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
             torch.bitwise_or(octets[0], octets[1] << 4, out=packed)
 
+    def put_steps(
+        self, index: int, weight: Tensor, scales: Tensor, steps: Tensor, lows: Tensor, bias: Tensor | None
+    ) -> None:
+        """Pack matrix number `index` in steps of int8: number [output, input] is (lows[group] + steps[group] * weight)
+        * scales[output].
+
+        weight: uint8 [outputs, inputs], 0 to 15, of whole groups; scales and bias: fp32 [outputs]; steps: uint8, and
+        lows: int8, [outputs, num_groups].
+        """
+        shape, depth = self._shapes[index], int(self._weights.matrices[index, 2])
+        arrange, num_panels = _interleave if shape.gated else _pad_columns, shape.padded_columns // PANEL
+        weight, scales, steps, lows = (
+            arrange(values, shape.padded_columns) for values in (weight, scales, steps, lows)
+        )
+        weight = _pad_inputs(weight, depth)
+        steps, lows = (_pad_inputs(values, depth // STEP_GROUP) for values in (steps, lows))
+        columns = self._put_bias(index, bias)
+        self._weights.scales[columns] = scales.numpy()
+        of_groups = weight.view(len(weight), -1, STEP_GROUP).sum(2, dtype=torch.int32) * steps + STEP_GROUP * lows.int()
+        self._weights.offsets[columns] = ZERO_POINT * of_groups.sum(1, dtype=torch.int32).numpy()
+        target = self._target(index, _num_elements(shape, torch.int64)).view(torch.uint8).view(num_panels, -1)
+        head_bytes = depth // STEP_GROUP * HEAD_BYTES
+        heads = target[:, :head_bytes].view(num_panels, -1, 2, PANEL)
+        for place, values in enumerate((steps, lows.view(torch.uint8))):
+            heads[:, :, place] = values.view(num_panels, PANEL, -1).transpose(1, 2)
+        octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
+        torch.bitwise_or(octets[0], octets[1] << 4, out=target[:, head_bytes:].view(octets[0].shape))
+
     def put_forms(
         self, index: int, numbers: Tensor | None, octets: Tensor | None, scales: Tensor | None, bias: Tensor | None
     ) -> None:
@@ -204,13 +239,15 @@ def _row_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
     """Elements of a row of the left operand."""
     if dtype == torch.uint8:
         return shape.num_groups * (shape.group + BLOCK_HEAD_BYTES)
-    return round_up(shape.inputs, _INT8_DEPTH) if dtype == torch.int8 else shape.inputs
+    return round_up(shape.inputs, _INT8_DEPTH) if dtype in (torch.int8, torch.int64) else shape.inputs
 
 
 def _num_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
     """Elements of a packed matrix."""
     if dtype == torch.float8_e4m3fn:
         return sum(count * 2 * form_bytes(shape.inputs, form) for count, form in shape.runs)
+    if dtype == torch.int64:
+        return shape.padded_columns // PANEL * stepped_panel_bytes(_row_elements(shape, dtype)) // SLOT_BYTES
     if dtype != torch.uint8:
         return shape.padded_columns * _row_elements(shape, dtype)
     return shape.padded_columns // PANEL * panel_bytes(shape.num_groups, shape.group, bytes_per_input(shape.numbers))
@@ -258,7 +295,7 @@ def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:
     """The numpy types of the left operand of products with these weights, and of their sums. uint16 stands for int16,
     as int16 does for bf16.
     """
-    if weights.packed.dtype == np.int8:
+    if weights.packed.dtype in (np.int8, np.int64):
         return np.uint8 if knows_vnni() else np.uint16, np.int32
     if weights.packed.dtype == np.int16 and knows_bf16():
         return np.int16, np.float32
@@ -266,7 +303,11 @@ def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:
 
 
 def wide_size(weights: Weights) -> int:
-    """Numbers of `Operand.wide` with which no weights are widened anew for each tile; 0 if none are."""
+    """Numbers of fp32 in `Operand.wide` with which no weights are widened, or unpacked, anew for each tile; 0 if none
+    are.
+    """
+    if weights.packed.dtype == np.int64:
+        return UNIT * int(weights.matrices[:, 2].max()) // FLOAT_BYTES
     is_widened = operand_dtypes(weights)[0] == np.float32 and weights.packed.dtype != np.float32
     return UNIT * int(weights.matrices[:, 2].max()) if widens_ahead() and is_widened else 0
 

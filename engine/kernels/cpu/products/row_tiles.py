@@ -9,6 +9,7 @@ from numba import types
 
 from engine.kernels.cpu.compilation.emitter import (
     INT64,
+    INTS,
     Builder,
     CodeContext,
     Emitter,
@@ -20,15 +21,26 @@ from engine.kernels.cpu.compilation.emitter import (
     Values,
     emitted,
 )
-from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, UNIT, knows_avx512, knows_bf16, knows_vnni, outruns_memory
+from engine.kernels.cpu.machine import (
+    FLOAT_BYTES,
+    PANEL,
+    UNIT,
+    VECTOR_BYTES,
+    knows_avx512,
+    knows_bf16,
+    knows_vnni,
+    outruns_memory,
+)
 from engine.kernels.cpu.products.nibbles import write_nibble_tile
-from engine.kernels.cpu.products.tiles import write_tile
+from engine.kernels.cpu.products.steps import HEAD_BYTES, PASSES, Steps, read_steps, unpacked
+from engine.kernels.cpu.products.tiles import TilePart, add_passes, write_tile
 
 _PANELS = UNIT // PANEL
-_MOST_ROWS = 12
+MOST_ROWS = 12
+"""The most rows of a tile."""
 _FASTEST = {types.int8: (1, 10), types.int16: (1, 12), types.float32: (3, 12)}
 """On a CPU that outruns memory: the only tile of a unit has the second number of rows, from the first number on."""
-_MOST_IN_TURN = {types.int8: 2 * _MOST_ROWS, types.int16: 3 * _MOST_ROWS}
+_MOST_IN_TURN = {types.int8: 2 * MOST_ROWS, types.int16: 3 * MOST_ROWS}
 """The most rows of a unit whose first two tiles ask for a panel of the next one each: with both to ask for, the first
 tile waits for memory, which the second one leaves idle. int4 gained nothing, and fp32 took longer.
 """
@@ -36,7 +48,7 @@ tile waits for memory, which the second one leaves idle. int4 gained nothing, an
 
 def _has_instruction(element: NumbaType) -> bool:
     """True if the CPU multiplies these numbers, four or two at once, as they are."""
-    return (element == types.int8 and knows_vnni()) or (element == types.int16 and knows_bf16())
+    return (element in (types.int8, types.int64) and knows_vnni()) or (element == types.int16 and knows_bf16())
 
 
 def _sizes(element: NumbaType) -> tuple[int, ...]:
@@ -48,8 +60,8 @@ def _sizes(element: NumbaType) -> tuple[int, ...]:
     (docs/performance-notes.md#products-and-memory).
     """
     if not knows_avx512():
-        return tuple(range(1, _MOST_ROWS + 1))
-    if element == types.uint8 and knows_vnni():  # with its zeros and scales, a tile of eight rows takes too long
+        return tuple(range(1, MOST_ROWS + 1))
+    if element in (types.uint8, types.int64) and knows_vnni():  # unpacking leaves no time for eight rows
         return (4, 8, 10, 12)
     return (8, 10, 12) if _has_instruction(element) else (1, 2, 4, 8, 10, 12)
 
@@ -84,6 +96,9 @@ def multiply_rows(
                 write_nibble_tile(emit, product, a_step, (group, numbers), (size, _PANELS), ahead[0])
                 return
             depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
+            if element == types.int64:
+                write_tile(emit, product, depth, (size, _PANELS), element, ahead, add_all=_add_stepped)
+                return
             if element in (types.boolean, types.uint32):
                 # Units of several forms: one tile for both cases takes half as long to compile, and 1 % longer to run.
                 own_group = group if element == types.boolean else None
@@ -98,6 +113,33 @@ def multiply_rows(
         return _write_tiles(emit, _num_rows(builder, place, element), _sizes(element), write)
 
     return types.intp(matrices, types.intp, types.intp, rows, types.intp, element), generate
+
+
+def _add_stepped(
+    emit: Emitter, part: TilePart, depth: Value, panels_at: list[Value], totals: list[Value]
+) -> list[Value]:
+    """totals [rows * panels] and the products of all groups of panels; `depth` as of `multiply_tile`."""
+    builder, (a_at, a_step), numbers = emit.builder, part.a, part.arithmetic.numbers
+    num_groups = builder.udiv(depth, INT64(PASSES * numbers))
+    weights_at = [emit.at(at, builder.mul(num_groups, INT64(HEAD_BYTES))) for at in panels_at]
+    with emit.loop(num_groups, totals) as loop:
+        heads_at = [emit.at(at, builder.mul(loop.index, INT64(HEAD_BYTES))) for at in panels_at]
+        for at, distance in zip(heads_at if part.ahead else [], part.ahead, strict=True):
+            emit.prefetch(emit.at(at, distance), to_l2=part.to_l2)
+        groups = [read_steps(emit, at) for at in heads_at]
+
+        def weights(panel: int, at: Value, number: int, groups: list[Steps] = groups) -> Value:
+            half, place = divmod(number, numbers // 2)
+            lanes = unpacked(emit, emit.load(at, INTS), half, groups[panel])
+            if knows_vnni():
+                return lanes
+            return emit.odd_bytes(lanes) if place else emit.even_bytes(lanes)
+
+        a_bytes = builder.mul(loop.index, INT64(PASSES * numbers * FLOAT_BYTES))
+        own = part._replace(a=(emit.at(a_at, a_bytes), a_step))
+        now_at = [emit.at(at, builder.mul(loop.index, INT64(PASSES * VECTOR_BYTES))) for at in weights_at]
+        loop.next = add_passes(emit, own, INT64(PASSES), now_at, loop.carried, weights)
+    return loop.next
 
 
 class _Place(NamedTuple):
@@ -119,7 +161,7 @@ class _Place(NamedTuple):
 def _num_rows(builder: Builder, place: _Place, element: NumbaType) -> Value:
     """The number of rows for which a tile is chosen: those that are left, or more, which are multiplied in vain."""
     left = builder.sub(place.end, place.first)
-    if not outruns_memory() or not (element == types.float32 or _has_instruction(element)):
+    if not outruns_memory() or element not in _FASTEST or not (element == types.float32 or _has_instruction(element)):
         return left
     fewest, most = map(INT64, _FASTEST[element])
     is_between = builder.and_(builder.icmp_signed(">=", left, fewest), builder.icmp_signed("<", left, most))
@@ -136,11 +178,11 @@ def _ahead(builder: Builder, place: _Place, most_in_turn: int) -> tuple[Value, V
     both = builder.select(is_first, ahead, none)
     if not most_in_turn:
         return both, both
-    has_two = builder.icmp_signed(">", place.end, INT64(_MOST_ROWS))
+    has_two = builder.icmp_signed(">", place.end, INT64(MOST_ROWS))
     has_few = builder.icmp_signed("<=", place.end, INT64(most_in_turn))
     in_turn = reduce(builder.and_, (place.fetches_units(builder), has_two, has_few))
     # The first two tiles have more rows than one can have.
-    is_second = builder.and_(builder.not_(is_first), builder.icmp_signed("<=", place.first, INT64(_MOST_ROWS)))
+    is_second = builder.and_(builder.not_(is_first), builder.icmp_signed("<=", place.first, INT64(MOST_ROWS)))
     distances = []
     for of_first, of_second in ((ahead, builder.add(ahead, panel)), (builder.sub(ahead, panel), ahead)):
         of_others = builder.select(is_second, of_second, none)

@@ -8,10 +8,10 @@ CPU multiplies bf16 itself; then A is rounded to bf16, too. Bounds are not check
 fp8 has a scale for each group of inputs. A panel is [groups][16] scales in fp32, then [depth][16] bytes. They become
 fp32 divided by FP8_FACTOR, which is part of the scales, and are multiplied by these in registers: results are those of
 the dequantised numbers in fp32, to the bit. Other units of such a model are in bf16 or fp32; A is in fp32 for all of
-them.
+them. Weights in steps of int8 become int8 in registers (`steps.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -84,6 +84,8 @@ _HALVES = _FLOATS._replace(panel_bytes=LANES * HALF_BYTES)
 _OCTETS = _FLOATS._replace(panel_bytes=LANES)
 _WIDENED_PAIRS = _FLOATS._replace(numbers=PAIR)
 _WIDENED_BYTES = _Arithmetic(INTS, "vpbroadcastd", "vpmaddwd", "vpaddd", numbers=PAIR)
+_STEPPED_BYTES = _BYTES._replace(numbers=2)
+_STEPPED_WIDENED_BYTES = _WIDENED_BYTES._replace(numbers=2 * PAIR)
 
 
 def _arithmetic(element: NumbaType) -> _Arithmetic:
@@ -91,6 +93,8 @@ def _arithmetic(element: NumbaType) -> _Arithmetic:
         return _PAIRS if knows_bf16() else _WIDENED_PAIRS
     if element == types.int8:
         return _BYTES if knows_vnni() else _WIDENED_BYTES
+    if element == types.int64:
+        return _STEPPED_BYTES if knows_vnni() else _STEPPED_WIDENED_BYTES
     return {types.uint16: _HALVES, types.boolean: _OCTETS, types.uint32: _WIDENED_PAIRS}.get(element, _FLOATS)
 
 
@@ -126,9 +130,11 @@ def write_tile(
     element: NumbaType,
     ahead: Sequence[Value] = (),
     group: Value | None = None,
+    add_all: "AddAll | None" = None,
 ) -> None:
     """Write the code of `multiply_tile` for a size of (rows, panels). Meanwhile weights are prefetched, for each panel
-    those that lie its number of `ahead` in bytes further. `group`: inputs that share a scale, of fp8.
+    those that lie its number of `ahead` in bytes further. `group`: inputs that share a scale, of fp8. `add_all`: adds
+    the products of all inputs, of weights in steps of int8.
     """
     (num_rows, num_panels), arithmetic, builder = size, _arithmetic(element), emit.builder
     (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(product, 3))
@@ -139,9 +145,11 @@ def write_tile(
         zeros = [constant(arithmetic.sums, 0)] * (len(some_rows) * len(some_panels))
         panels_at = [emit.at(b_at, builder.mul(b_step, INT64(j))) for j in some_panels]
         prefetched = [ahead[j] for j in some_panels] if ahead and some_rows.start == 0 else []
-        part = _TilePart(arithmetic, (a_at, a_step), some_rows, prefetched, to_l2)
-        if group is None:
-            totals = _add_passes(emit, part, builder.udiv(depth, INT64(arithmetic.numbers)), panels_at, zeros)
+        part = TilePart(arithmetic, (a_at, a_step), some_rows, prefetched, to_l2)
+        if add_all is not None:
+            totals = add_all(emit, part, depth, panels_at, zeros)
+        elif group is None:
+            totals = add_passes(emit, part, builder.udiv(depth, INT64(arithmetic.numbers)), panels_at, zeros)
         else:
             totals = _add_groups(emit, part, (depth, group), panels_at, zeros)
         places = ((row, panel) for row in some_rows for panel in some_panels)
@@ -150,7 +158,7 @@ def write_tile(
             emit.store(total, emit.at(out_at, builder.add(row_at, INT64(panel * VECTOR_BYTES))))
 
 
-class _TilePart(NamedTuple):
+class TilePart(NamedTuple):
     """Some rows of a tile. `a`: a pointer at row 0, and the step; `ahead` and `to_l2`: where to prefetch, and how."""
 
     arithmetic: _Arithmetic
@@ -160,10 +168,16 @@ class _TilePart(NamedTuple):
     to_l2: bool
 
 
+AddAll = Callable[[Emitter, TilePart, Value, list[Value], list[Value]], list[Value]]
+"""As `add_passes`, with the depth in place of the count."""
+ReadWeights = Callable[[int, Value, int], Value]
+"""The weights of a panel, by its number in the tile, where they are, and the number of a row that they multiply."""
+
+
 def _add_groups(
-    emit: Emitter, part: _TilePart, sizes: tuple[Value, Value], panels_at: list[Value], totals: list[Value]
+    emit: Emitter, part: TilePart, sizes: tuple[Value, Value], panels_at: list[Value], totals: list[Value]
 ) -> list[Value]:
-    """As `_add_passes`, of all groups of panels in fp8. `sizes`: the depth, and the inputs that share a scale."""
+    """As `add_passes`, of all groups of panels in fp8. `sizes`: the depth, and the inputs that share a scale."""
     builder, (depth, group), (a_at, a_step) = emit.builder, sizes, part.a
     num_groups = builder.udiv(builder.add(depth, builder.sub(group, INT64(1))), group)
     weights_at = [emit.at(at, builder.mul(num_groups, INT64(VECTOR_BYTES))) for at in panels_at]
@@ -174,19 +188,23 @@ def _add_groups(
         scales = [emit.load(emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS) for at in panels_at]
         own = part._replace(a=(emit.at(a_at, builder.mul(first, INT64(FLOAT_BYTES))), a_step))
         now_at = [emit.at(at, builder.mul(first, INT64(LANES))) for at in weights_at]
-        loop.next = _add_passes(emit, own, count, now_at, loop.carried, scales)
+
+        def scaled(panel: int, at: Value, number: int, scales: list[Value] = scales) -> Value:
+            return emit.product(_weights(emit, at, part.arithmetic, number), scales[panel])
+
+        loop.next = add_passes(emit, own, count, now_at, loop.carried, scaled)
     return loop.next
 
 
-def _add_passes(
+def add_passes(
     emit: Emitter,
-    part: _TilePart,
+    part: TilePart,
     count: Value,
     panels_at: list[Value],
     totals: list[Value],
-    scales: list[Value] | None = None,
+    weights: "ReadWeights | None" = None,
 ) -> list[Value]:
-    """totals [rows * panels] and the products of `count` passes. `scales`: of the panels' columns."""
+    """totals [rows * panels] and the products of `count` passes. `weights`: see ReadWeights."""
     (arithmetic, (a_at, a_step), rows, ahead, to_l2), builder = part, emit.builder
     with emit.loop(count, totals) as loop:
         b_row = builder.mul(loop.index, INT64(arithmetic.panel_bytes))
@@ -196,9 +214,10 @@ def _add_passes(
         for at, distance in zip(now_at if ahead else [], ahead, strict=True):
             emit.prefetch(emit.at(at, distance), to_l2=to_l2)
         for number in range(arithmetic.numbers):
-            columns = [_weights(emit, at, arithmetic, number) for at in now_at]
-            if scales is not None:
-                columns = [emit.product(*pair) for pair in zip(columns, scales, strict=True)]
+            if weights is None:
+                columns = [_weights(emit, at, arithmetic, number) for at in now_at]
+            else:
+                columns = [weights(panel, at, number) for panel, at in enumerate(now_at)]
             a = emit.at(a_column, number * FLOAT_BYTES), a_step
             loop.next[:] = _multiply_column(emit, arithmetic, a, rows, columns, loop.next)
     return loop.next
@@ -294,7 +313,7 @@ def _multiply_column(
         row_at = emit.at(at, emit.builder.mul(step, INT64(row)))
         left = emit.splat(emit.load(row_at, arithmetic.sums.element))
         for right, total in zip(columns, of_row, strict=True):
-            if arithmetic is _BYTES:
+            if arithmetic in (_BYTES, _STEPPED_BYTES):
                 following.append(emit.dot_bytes(total, left, right))
             elif arithmetic is _PAIRS:
                 following.append(emit.dot_bf16(total, left, right))

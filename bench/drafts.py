@@ -28,8 +28,8 @@ from engine.speculation.speculator import Speculator
 from mesh.domain.request import SamplingParams, SequenceSpec
 from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import clock_for
-from worker.engine_host import EngineHost, load_engine_host
 from worker.engine_settings import EngineLimits
+from worker.load_engine import LoadedEngine, load_engine
 
 _PROMPT_TOKENS, _MAX_NEW_TOKENS = 32, 96
 _MAX_DRAFTS = 8
@@ -84,26 +84,26 @@ def main() -> None:
             max_model_len=1024,
         )
         limits = EngineLimits(settings.max_step_tokens, max(options.batch), 1 << 14, settings.speculation())
-        host = load_engine_host(settings, limits)
+        loaded = load_engine(settings, limits)
     fit = CostFit()  # a worker learns the costs of its steps all the time that it serves
     title = f"{options.shape}, {options.quantize}; one core, tokens/s, medians of {options.repeats}"
     table = Table("sequences", "drafts right", "without", "with", "ratio", "accepted", title=title)
     with showing(table.rows, lambda: Console(width=100).print(table)):
         for num_sequences in options.batch:
             for right in options.right:
-                cells = _cells(host, fit, num_sequences, right, options.repeats)
+                cells = _cells(loaded, fit, num_sequences, right, options.repeats)
                 table.add_row(str(num_sequences), f"{right:.0%}", *cells)
             table.add_section()
 
 
-def _cells(host: EngineHost, fit: CostFit, num_sequences: int, right: float, repeats: int) -> tuple[str, ...]:
-    plain = _answer(host, num_sequences, None)
+def _cells(loaded: LoadedEngine, fit: CostFit, num_sequences: int, right: float, repeats: int) -> tuple[str, ...]:
+    plain = _answer(loaded, num_sequences, None)
     pairs = []
     for _ in range(repeats):
-        drafted = _answer(host, num_sequences, Speculator(KnownAnswers(plain.answers, right), _MAX_DRAFTS, fit))
+        drafted = _answer(loaded, num_sequences, Speculator(KnownAnswers(plain.answers, right), _MAX_DRAFTS, fit))
         if drafted.answers != plain.answers:
             raise RuntimeError("the tokens differ from those without drafts")
-        pairs.append((_answer(host, num_sequences, None), drafted))
+        pairs.append((_answer(loaded, num_sequences, None), drafted))
     without, speed = (statistics.median(run.tokens_per_s for run in runs) for runs in zip(*pairs, strict=True))
     ratio = statistics.median(drafted.tokens_per_s / without.tokens_per_s for without, drafted in pairs)
     last = pairs[-1][1]
@@ -111,22 +111,26 @@ def _cells(host: EngineHost, fit: CostFit, num_sequences: int, right: float, rep
     return f"{without:.0f}", f"{speed:.0f}", f"{ratio:.2f}", share
 
 
-def _answer(host: EngineHost, num_sequences: int, speculator: Speculator | None) -> _Run:
+def _answer(loaded: LoadedEngine, num_sequences: int, speculator: Speculator | None) -> _Run:
     """Answer as many prompts in one batch. The time includes the prompts."""
-    engine, clock, rng = Engine(host.scheduler, host.runner, speculator=speculator), clock_for(1), random.Random(_SEED)
-    before = host.scheduler.load()
+    engine, clock, rng = (
+        Engine(loaded.scheduler, loaded.runner, speculator=speculator),
+        clock_for(1),
+        random.Random(_SEED),
+    )
+    before = loaded.scheduler.load()
     for number in range(num_sequences):
         prompt = tuple(rng.randrange(3, 4000) for _ in range(_PROMPT_TOKENS))
         sampling = SamplingParams(max_new_tokens=_MAX_NEW_TOKENS, temperature=0.0)
         spec = SequenceSpec(str(number), 0, prompt, len(prompt), sampling, frozenset())
-        host.scheduler.add(SequenceState(spec))
+        loaded.scheduler.add(SequenceState(spec))
     answers: list[list[int]] = [[] for _ in range(num_sequences)]
     began = clock()
-    while host.scheduler.has_work:
+    while loaded.scheduler.has_work:
         for output in engine.step().outputs:
             answers[int(output.request_id)] += [token.id for token in output.tokens]
     speed = sum(map(len, answers)) / (clock() - began)
-    after = host.scheduler.load()
+    after = loaded.scheduler.load()
     drafted, accepted = after.drafted_tokens - before.drafted_tokens, after.accepted_tokens - before.accepted_tokens
     return _Run(answers, speed, drafted, accepted)
 

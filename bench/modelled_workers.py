@@ -38,8 +38,8 @@ from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from router.served_model import ServedModel
-from worker.agent import CacheSnapshot, RegistryAgent, Report
-from worker.redis_agent import RedisAgent
+from worker.redis_registration import RedisRegistration
+from worker.registration import CacheSnapshot, Registration, Report
 
 MODEL_NAME = "modelled"
 MAX_MODEL_LEN = 1 << 17
@@ -204,22 +204,26 @@ async def _serve(args: argparse.Namespace) -> None:
     ports = [server.grpc.add_insecure_port("127.0.0.1:0") for _ in range(args.count)]
     await server.start([])
     print(json.dumps({"event": "listening"}), flush=True)
-    registrations: list[asyncio.Task[None]] = []
+    running: list[asyncio.Task[None]] = []
 
     def join(_: str) -> None:
         for number, port in enumerate(ports, args.first):
             worker = workers.add(_info(args, number, f"127.0.0.1:{port}", fingerprint))
-            agent = RegistryAgent(worker.info, worker, credentials)
+            registration = Registration(worker.info, worker, credentials)
             is_redis = "://" in args.registry
-            run = RedisAgent(args.registry, key, agent).run() if is_redis else agent.run(args.registry)
-            registrations.append(asyncio.create_task(run))
+            run = (
+                RedisRegistration(args.registry, key, registration).run()
+                if is_redis
+                else registration.run(args.registry)
+            )
+            running.append(asyncio.create_task(run))
 
     try:
         await report_until_end(lambda: dict(workers.totals), join)
     finally:
-        for registration in registrations:
-            registration.cancel()
-        await asyncio.gather(*registrations, return_exceptions=True)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         with contextlib.suppress(asyncio.CancelledError):
             await server.stop(0)
 

@@ -31,8 +31,8 @@ from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
-from worker.engine_host import load_engine_host
 from worker.engine_settings import EngineLimits
+from worker.load_engine import load_engine
 
 _ENGINE = "engine"
 
@@ -83,8 +83,8 @@ class EngineAlone:
 
     def __init__(self, model_dir: Path, quantize: str) -> None:
         settings = DecodeSettings(model=str(model_dir), registry_address="none", load_format="dummy", quantize=quantize)
-        host = load_engine_host(settings, EngineLimits(settings.step_tokens, settings.max_rolling_batch_size))
-        self._engine = EngineLoop(host.engine(), on_step=self._on_step, on_death=self._on_death)
+        loaded = load_engine(settings, EngineLimits(settings.step_tokens, settings.max_rolling_batch_size))
+        self._engine = EngineLoop(loaded.engine(), on_step=self._on_step, on_death=self._on_death)
         self._streams: dict[str, tuple[Callable[[], None], asyncio.Future[None]]] = {}
         self._engine.start()
 

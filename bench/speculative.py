@@ -33,8 +33,8 @@ from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
 from tandem_cli.model_files.model_folders import BUNDLED, BUNDLED_MODELS
-from worker.engine_host import load_engine_host
 from worker.engine_settings import EngineLimits
+from worker.load_engine import load_engine
 
 _ARMS = ("none", "ngram", "draft")
 _MAX_NEW_TOKENS = 96
@@ -88,9 +88,9 @@ class Engine:
             num_speculative_tokens=options.num_speculative_tokens,
         )
         limits = EngineLimits(settings.max_step_tokens, 64, 1 << 14, settings.speculation())
-        host = load_engine_host(settings, limits)
-        self._scheduler = host.scheduler
-        self._engine = host.engine()
+        loaded = load_engine(settings, limits)
+        self._scheduler = loaded.scheduler
+        self._engine = loaded.engine()
         self._clock = clock_for(1)
 
     def answer(self, prompts: Sequence[list[int]], eos: frozenset[int], temperature: float) -> ArmRun:

@@ -5,7 +5,7 @@ import sys
 from decode_worker.role import decode_role
 from decode_worker.settings import DecodeSettings
 from mesh.process import ServiceProgram
-from worker.engine_host import LoadRunner, load_runner_with_ranks
+from worker.load_engine import LoadRunner, load_runner_with_ranks
 from worker.worker import Worker
 
 

@@ -14,7 +14,7 @@ from mesh.domain.worker import WorkerRole
 from mesh.v1 import decode_pb2_grpc
 from worker.engine_settings import EngineLimits
 from worker.metrics import DecodeMetrics
-from worker.ranks.link import RankLink
+from worker.ranks.connection import RankConnection
 from worker.role import Role, RoleServices
 from worker.runtime import WorkerRuntime
 
@@ -36,7 +36,7 @@ def _open(
     settings: DecodeSettings,
     engine: EngineLoop,
     kv_cache: AnyKVCache,
-    rank_links: Sequence[RankLink],
+    rank_connections: Sequence[RankConnection],
     runtime: WorkerRuntime,
 ) -> RoleServices:
     metrics = DecodeMetrics()
@@ -45,7 +45,7 @@ def _open(
     # The receiver calls `service`, which is built after it, and not before the server starts.
     receiver = RankedReceiver(
         lambda callbacks: KVReceiver(kv_cache, incarnation, callbacks, transfer_settings),
-        rank_links,
+        rank_connections,
         ReceiverCallbacks(
             on_committed=lambda transfer_id, first_token_id: service.on_committed(transfer_id, first_token_id),
             on_failed=lambda transfer_id, error: service.on_transfer_failed(transfer_id, error),

@@ -29,7 +29,7 @@ from tandem.v1.sampling_pb2 import SampledToken
 
 
 class RankPeer(Protocol):
-    """The connection to another rank. Plug point: worker.ranks.link.RankLink."""
+    """The connection to another rank. Plug point: worker.ranks.connection.RankConnection."""
 
     @property
     def span(self) -> KVSpan:

@@ -1,6 +1,6 @@
 """The Redis registry, through which several routers share workers: connections and key names.
 
-With a single router, workers register through a gRPC stream instead (worker/agent.py).
+With a single router, workers register through a gRPC stream instead (worker/registration.py).
 
 Connections have short timeouts, no hidden retries, bounded backoff and few log lines. Messages are signed
 (mesh/signed_messages.py).

@@ -35,7 +35,7 @@ MAX_AGE_S = 15.0
 of all machines must agree this well."""
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""Longer messages are refused unread. The longest message of a worker (worker/agent.py) fits."""
+"""Longer messages are refused unread. The longest message of a worker (worker/registration.py) fits."""
 
 _MESSAGE = b"tdm1"
 _REFUSAL = b"tdr1"

@@ -5,7 +5,7 @@ import sys
 from mesh.process import ServiceProgram
 from prefill_worker.role import prefill_role
 from prefill_worker.settings import PrefillSettings
-from worker.engine_host import LoadRunner, load_runner_with_ranks
+from worker.load_engine import LoadRunner, load_runner_with_ranks
 from worker.worker import Worker
 
 

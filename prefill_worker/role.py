@@ -13,7 +13,7 @@ from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
 from worker.engine_settings import EngineLimits
 from worker.metrics import PrefillMetrics
-from worker.ranks.link import RankLink
+from worker.ranks.connection import RankConnection
 from worker.role import Role, RoleServices
 from worker.runtime import WorkerRuntime
 
@@ -28,13 +28,13 @@ def _open(
     settings: PrefillSettings,
     engine: EngineLoop,
     kv_cache: AnyKVCache,
-    rank_links: Sequence[RankLink],
+    rank_connections: Sequence[RankConnection],
     runtime: WorkerRuntime,
 ) -> RoleServices:
     metrics = PrefillMetrics()
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
     own = KVSender(kv_cache, settings.identity, runtime.credentials, transfer_settings)
-    sender = RankedSender(own, rank_links)
+    sender = RankedSender(own, rank_connections)
     service = PrefillService(engine, sender, is_draining=runtime.is_draining, metrics=metrics)
     prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(service), runtime.server.grpc)
     return RoleServices(

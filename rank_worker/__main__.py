@@ -3,7 +3,7 @@
     setup ──▶ load weights ──▶ loaded ──▶ number of blocks ──▶ ready ──▶ commands, until the worker is gone
 
 `python -m rank_worker --leader HOST:PORT --rank R`: a rank that shares no memory with the worker, on another machine
-or, with `--parent`, started by the worker on this one (rank_worker/joining.py).
+or, with `--parent`, started by the worker on this one (rank_worker/remote_rank.py).
 
 The process never outlives its worker. A worker that stops kills its ranks after its last step. If it ends otherwise, a
 rank ends when its socket closes, and Linux kills it when the worker's thread that started it ends. Signals to the
@@ -15,14 +15,14 @@ import gc
 import socket
 import sys
 
-from rank_worker.lifetime import die_with
+from mesh.parent import die_with
 
 
 def main() -> int:
     """Serve until the worker is gone. Returns the exit status."""
     if "--socket-fd" not in sys.argv:
         from mesh.process import ServiceProgram
-        from rank_worker.joining import serve as join
+        from rank_worker.remote_rank import serve as join
         from rank_worker.settings import RankSettings
 
         return ServiceProgram("rank_worker", RankSettings, join).main()
@@ -33,7 +33,7 @@ def main() -> int:
     die_with(arguments.parent)
     # Not imported before die_with: it takes seconds, and the worker may end meanwhile. What it makes is no garbage.
     gc.disable()
-    from rank_worker.serving import serve
+    from rank_worker.shared_rank import serve
 
     gc.freeze()
     gc.enable()

@@ -56,7 +56,7 @@ log = structlog.get_logger(__name__)
 _MAX_LOGGED_CHARS = 128
 _MAX_TOKENIZING = 16
 _WORKERS_RETURN_S = 5.0
-"""Workers of a router that was started again are back by then (worker/agent.py, _MAX_BACKOFF_S)."""
+"""Workers of a router that was started again are back by then (worker/registration.py, _MAX_BACKOFF_S)."""
 _STOPPING = "this router is stopping; try again"
 
 

@@ -7,7 +7,7 @@ from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
 from prefill_worker.role import prefill_role
 from switchable_worker.settings import SwitchableSettings
-from worker.engine_host import LoadRunner, load_runner_with_ranks
+from worker.load_engine import LoadRunner, load_runner_with_ranks
 from worker.worker import Worker
 
 

@@ -19,8 +19,8 @@ import decode_worker.service  # noqa: F401
 import gateway.app
 import gateway.handler.server  # noqa: F401
 import prefill_worker.service  # noqa: F401
-import rank_worker.joining
-import rank_worker.serving  # noqa: F401
+import rank_worker.remote_rank
+import rank_worker.shared_rank  # noqa: F401
 import router.model_router  # noqa: F401
 import tandem_cli.main
 import tandem_cli.up  # noqa: F401

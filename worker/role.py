@@ -9,7 +9,7 @@ from engine.runner import LayerHook
 from mesh.domain.worker import WorkerRole
 from worker.engine_settings import EngineLimits
 from worker.metrics import WorkerMetrics
-from worker.ranks.link import RankLink
+from worker.ranks.connection import RankConnection
 from worker.runtime import WorkerRuntime
 
 
@@ -28,7 +28,7 @@ class RoleServices:
     on_layers: LayerHook | None = None
 
 
-OpenServices = Callable[[EngineLoop, AnyKVCache, Sequence[RankLink], WorkerRuntime], RoleServices]
+OpenServices = Callable[[EngineLoop, AnyKVCache, Sequence[RankConnection], WorkerRuntime], RoleServices]
 """Registers a role's services with the server of the runtime, before it starts. They get the engine's thread, its KV,
 and the ranks that share no memory with the leader.
 """

@@ -1,24 +1,19 @@
-"""A worker in one role, after its engine is built: listen, register, serve, drain, stop; reports of the engine; stalls.
+"""A worker in one role, after its engine is built: listen, register, serve, drain, stop; and its reports of the engine.
 
 Stop order: health becomes NOT_SERVING and new work is refused; an immediate heartbeat tells the routers; running work
 finishes, or `drain_grace_s` ends; a last heartbeat says farewell; the server stops; the caller of `serve` stops the
 engine, or gives it another role.
-
-A wedged driver, a deadlock or a machine that swaps may stop the engine's thread in the middle of a step. The event loop
-therefore checks how long the thread has been in its current step or command. The limit grows with the step's number of
-tokens, because a large prompt chunk takes long without being stuck.
 """
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import structlog
 
-from engine.loop import Busy, EngineLoop
+from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, WorkerDraining, missing_extra
 from mesh.domain.host import join_host
@@ -28,11 +23,12 @@ from mesh.process import announce, run_for_life
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
-from worker.agent import CacheSnapshot, RegistryAgent, Report
 from worker.metrics import WorkerMetrics
 from worker.ranks.watch import log_ranks
+from worker.registration import CacheSnapshot, Registration, Report
 from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings
+from worker.stall_watch import watch_stalls
 
 log = structlog.get_logger(__name__)
 
@@ -41,14 +37,10 @@ _FAREWELL_S = 5.0
 # A worker that is not registered, because its registry does not answer, stops after this time: it may be about to be.
 _REGISTERING_S = 0.5
 
-# Steps of up to this many tokens, as decode steps of a full batch, have the plain limit; larger ones in proportion.
-_PLAIN_STEP_TOKENS = 64
-_MAX_LOOK_INTERVAL_S = 1.0
-
 
 class WorkerRuntime:
     """The server and registration of a worker in one role. The constructor binds the server's port; `info` contains its
-    address. Implements worker.agent.ReportSource: reports are made on the engine's thread, between two steps.
+    address. Implements worker.registration.ReportSource: reports are made on the engine's thread, between two steps.
 
     `rank_pids` are the process ids of ranks 1 and up.
     """
@@ -66,23 +58,23 @@ class WorkerRuntime:
         # The leader's own KV has the address of the worker, which is known now.
         endpoints = tuple(replace(endpoint, address=endpoint.address or address) for endpoint in info.kv_endpoints)
         self.info = replace(info, address=address, kv_endpoints=endpoints)
-        self._agent = RegistryAgent(self.info, self, self.credentials)
-        self._stay_registered = _registration(settings, self.credentials.key, self._agent)
+        self._registration = Registration(self.info, self, self.credentials)
+        self._stay_registered = _staying_registered(settings, self.credentials.key, self._registration)
         self._is_stopping = self._is_out_of_service = self._is_stalled = False
         self._left_as: WorkerState | None = None
         self._next_role: WorkerRole | None = None
-        self._wish_changed = asyncio.Event()
+        self._next_role_changed = asyncio.Event()
         servicer = WorkerServicer(self.info, self, self.set_draining, self.switch_role)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         announce("listening", address=self.info.address)
 
     def export_load(self, metrics: WorkerMetrics) -> None:
         """Add the load and state of the heartbeats to the metrics."""
-        metrics.watch(self.info, lambda: self._agent.last_load, lambda: self._agent.state)
+        metrics.watch(self.info, lambda: self._registration.last_load, lambda: self._registration.state)
 
     def is_draining(self) -> bool:
         """Return True once the worker accepts no new work. Services check it before they accept work."""
-        return self._agent.state is WorkerState.DRAINING or self._agent.state.is_gone
+        return self._registration.state is WorkerState.DRAINING or self._registration.state.is_gone
 
     async def serve(
         self,
@@ -111,13 +103,13 @@ class WorkerRuntime:
                 _raise_refusal(registered)
             if next_role is None:
                 self._is_stopping = True
-                self._show()
+                self._publish_state()
                 await self._drain(drained, (died,))
             if died.done():
                 raise MeshError("the engine died; the log has the details")
             self._left_as = WorkerState.STOPPED if next_role is None else WorkerState.SWITCHING
-            self._show()
-            await asyncio.wait([registered], timeout=_FAREWELL_S if self._agent.is_heard else _REGISTERING_S)
+            self._publish_state()
+            await asyncio.wait([registered], timeout=_FAREWELL_S if self._registration.is_heard else _REGISTERING_S)
             return next_role
         finally:
             own_tasks = (registered, died, watch)
@@ -132,17 +124,17 @@ class WorkerRuntime:
     ) -> WorkerRole | None:
         """Return the next role once the worker has drained for it; None once one of `ends` is done."""
         while not any(end.done() for end in ends):
-            self._wish_changed.clear()
-            wish = asyncio.create_task(self._wish_changed.wait())
+            self._next_role_changed.clear()
+            role_changed = asyncio.create_task(self._next_role_changed.wait())
             next_role = self._next_role
             try:
                 if next_role is None:
-                    await asyncio.wait([*ends, wish], return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait([*ends, role_changed], return_when=asyncio.FIRST_COMPLETED)
                 else:
-                    await self._drain(drained, (*ends, wish))
-                has_changed = wish.done() or self._next_role is not next_role
+                    await self._drain(drained, (*ends, role_changed))
+                has_changed = role_changed.done() or self._next_role is not next_role
             finally:
-                wish.cancel()
+                role_changed.cancel()
             if next_role is not None and not has_changed and not any(end.done() for end in ends):
                 return next_role
         return None
@@ -189,16 +181,16 @@ class WorkerRuntime:
     def _set_next_role(self, role: WorkerRole | None) -> None:
         if role is not self._next_role:
             self._next_role = role
-            self._wish_changed.set()
-        self._show()
+            self._next_role_changed.set()
+        self._publish_state()
 
-    def _show(self) -> None:
+    def _publish_state(self) -> None:
         """Report the state in heartbeats and health checks."""
         is_draining = self._is_stopping or self._is_out_of_service or self._next_role is not None
         healthy = WorkerState.STALLED if self._is_stalled else WorkerState.READY
-        self._agent.state = self._left_as or (WorkerState.DRAINING if is_draining else healthy)
-        self._agent.heartbeat_now()
-        self.server.set_serving(self._agent.state is WorkerState.READY)
+        self._registration.state = self._left_as or (WorkerState.DRAINING if is_draining else healthy)
+        self._registration.heartbeat_now()
+        self.server.set_serving(self._registration.state is WorkerState.READY)
 
     async def _watch(self) -> None:
         """Report STALLED while the engine is stuck. End the process if the engine is wedged; a supervisor restarts
@@ -206,7 +198,7 @@ class WorkerRuntime:
 
         async def show(is_stalled: bool) -> None:
             self._is_stalled = is_stalled
-            self._show()
+            self._publish_state()
             if is_stalled and self._rank_pids:
                 await log_ranks(self._rank_pids)
 
@@ -234,17 +226,17 @@ class WorkerRuntime:
             work_done.cancel()
 
 
-def _registration(
-    settings: WorkerSettings, key: MeshKey | None, agent: RegistryAgent
+def _staying_registered(
+    settings: WorkerSettings, key: MeshKey | None, registration: Registration
 ) -> Callable[[], Coroutine[object, object, None]]:
     """Return the coroutine function that keeps this worker registered. Raises ConfigurationError."""
     if not settings.registry_url:
-        return lambda: agent.run(settings.registry_address)
+        return lambda: registration.run(settings.registry_address)
     try:
-        from worker.redis_agent import RedisAgent
+        from worker.redis_registration import RedisRegistration
     except ImportError as error:
         raise missing_extra("registry_url needs redis", "redis") from error
-    return RedisAgent(settings.registry_url, key, agent).run
+    return RedisRegistration(settings.registry_url, key, registration).run
 
 
 def _raise_refusal(registered: asyncio.Task[None]) -> NoReturn:
@@ -252,50 +244,6 @@ def _raise_refusal(registered: asyncio.Task[None]) -> NoReturn:
     if isinstance(error, MeshError):
         raise ConfigurationError(f"the router refuses this worker: {error}") from None
     raise error or MeshError("registration ended")
-
-
-async def watch_stalls(
-    engine: EngineLoop, *, stall_after_s: float, wedged_exit_s: float, on_change: Callable[[bool], Awaitable[None]]
-) -> None:
-    """Call `on_change(True)` at the start of each stall of the engine and `on_change(False)` at its end, until
-    cancelled. Returns if the engine is wedged, which it is once it has been stuck for `wedged_exit_s`; 0: never.
-
-    The limits are for a step of up to 64 tokens; larger steps get more in proportion.
-    """
-    is_stalled = False
-    async with aclosing(_looks(engine, min(_MAX_LOOK_INTERVAL_S, stall_after_s / 10))) as looks:
-        async for busy in looks:
-            if _is_over(busy, stall_after_s) != is_stalled:
-                is_stalled = not is_stalled
-                if is_stalled and busy is not None:
-                    for_s, num_tokens = round(busy.for_s, 1), busy.num_tokens
-                    log.error("engine stalled", for_s=for_s, num_tokens=num_tokens, stack=engine.stack())
-                else:
-                    log.warning("engine goes on")
-                await on_change(is_stalled)
-            if _is_over(busy, wedged_exit_s or float("inf")):
-                return
-
-
-async def _looks(engine: EngineLoop, interval_s: float) -> AsyncGenerator[Busy | None, None]:
-    """Look at the engine every `interval_s`. Time by which a look is late counts for no step: in a process that was
-    stopped and goes on, or on a machine that swaps, the engine's thread stood still, too.
-    """
-    clock = asyncio.get_running_loop().time
-    looked_s, stood_still_s = clock(), 0.0
-    while True:
-        busy, since_look_s = engine.busy(), clock() - looked_s
-        if busy is None or busy.for_s < since_look_s:  # not the step of the last look
-            stood_still_s = 0.0
-        if since_look_s - interval_s > _MAX_LOOK_INTERVAL_S:
-            stood_still_s += since_look_s - interval_s
-        yield busy and replace(busy, for_s=max(0.0, busy.for_s - stood_still_s))
-        looked_s = clock()
-        await asyncio.sleep(interval_s)
-
-
-def _is_over(busy: Busy | None, limit_s: float) -> bool:
-    return busy is not None and busy.for_s >= limit_s * max(1.0, busy.num_tokens / _PLAIN_STEP_TOKENS)
 
 
 def _report(scheduler: Scheduler) -> Report:

@@ -9,7 +9,7 @@ import grpc
 from mesh import wire
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.v1 import worker_pb2, worker_pb2_grpc
-from worker.agent import ReportSource
+from worker.registration import ReportSource
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):

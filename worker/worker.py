@@ -21,9 +21,9 @@ from mesh.domain.worker import WorkerRole
 from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import announce, keep_freed_memory, until_stopped
 from mesh.rpc.server import require_free
-from worker.engine_host import LoadRunner, download_and_load_host
 from worker.engine_settings import widest
-from worker.ranks.link import set_up_kv
+from worker.load_engine import LoadRunner, download_and_load_engine
+from worker.ranks.connection import set_up_kv
 from worker.role import Role, RoleServices
 from worker.runtime import WorkerRuntime
 from worker.settings import WorkerSettings
@@ -49,15 +49,15 @@ class Worker:
         keep_freed_memory()
         self._settings = settings
         self._roles = {role.kind: role for role in roles}
-        self._host = download_and_load_host(settings, widest([role.limits for role in roles]), load)
-        if len(roles) > 1 and self._host.rank_links:
+        self._loaded = download_and_load_engine(settings, widest([role.limits for role in roles]), load)
+        if len(roles) > 1 and self._loaded.rank_connections:
             raise ConfigurationError(
                 "ranks that move their KV themselves do so in one role: start this worker as prefill or as decode "
                 "worker, or with ranks that share memory"
             )
         self._engine_died = asyncio.Event()
         self._engine = EngineLoop(
-            self._host.engine(),
+            self._loaded.engine(),
             on_step=lambda result: self._services.on_step(result),
             on_death=lambda _: self._engine_died.set(),
             on_computed=lambda num_seqs, num_tokens, seconds: self._services.metrics.stepped(
@@ -86,19 +86,19 @@ class Worker:
 
     def _open(self, role: Role) -> None:
         """Make what one role needs, with a new incarnation and a server that does not serve yet."""
-        host = self._host
-        info = host.worker_info(role.kind, role.limits, switchable=len(self._roles) > 1)
-        info = replace(info, kv_endpoints=set_up_kv(host.rank_links, self._settings, info))
-        rank_pids = host.runner.rank_pids
+        loaded = self._loaded
+        info = loaded.worker_info(role.kind, role.limits, switchable=len(self._roles) > 1)
+        info = replace(info, kv_endpoints=set_up_kv(loaded.rank_connections, self._settings, info))
+        rank_pids = loaded.runner.rank_pids
         self._runtime = WorkerRuntime(self._settings, info, self._engine, rank_pids)
-        self._services = role.open(self._engine, host.runner.kv_cache, host.rank_links, self._runtime)
+        self._services = role.open(self._engine, loaded.runner.kv_cache, loaded.rank_connections, self._runtime)
         metrics = self._services.metrics
-        metrics.loaded(host.load_seconds)
+        metrics.loaded(loaded.load_seconds)
         self._runtime.export_load(metrics)
         if rank_pids:
             metrics.watch_ranks(rank_pids)
-        if host.kv_disk is not None:
-            metrics.watch_kv_disk(host.kv_disk.counts)
+        if loaded.kv_disk is not None:
+            metrics.watch_kv_disk(loaded.kv_disk.counts)
 
     async def _serve(self, stopped: "asyncio.Task[None]") -> WorkerRole | None:
         """Serve in the role that is open until stopped, or until another role is wanted, which is returned."""
@@ -123,7 +123,7 @@ class Worker:
         """Let the engine plan by the limits of the role. Raises MeshError if work of the former role is left."""
         limits = role.limits
         config = replace(
-            self._host.scheduler.config,
+            self._loaded.scheduler.config,
             max_batch_tokens=limits.max_batch_tokens,
             max_num_seqs=limits.max_num_seqs,
             max_step_stretch=limits.max_step_stretch,

@@ -3,7 +3,7 @@
 The steps that ranks find in shared memory elsewhere are sent here, to all ranks at once; the ranks of a later stage
 then wait for the residual. Each rank has a `StepMemory` of its own, so the rest of the rank is the same. KV stays where
 it is computed, and each rank moves its own between workers (`kvtransfer/ranks.py`). How ranks are connected is not
-known here: `worker/ranks/listener.py` is the leader's side, `rank_worker/joining.py` the others'.
+known here: `worker/ranks/listener.py` is the leader's side, `rank_worker/remote_rank.py` the others'.
 """
 
 from collections.abc import Callable, Sequence

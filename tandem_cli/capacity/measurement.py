@@ -35,8 +35,8 @@ from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.model_size import model_size
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision
 from tandem_cli.model_files.model_folders import load_format_of, write_without_weights
-from worker.engine_host import EngineHost, load_engine_host, load_runner_with_ranks
 from worker.engine_settings import EngineLimits
+from worker.load_engine import LoadedEngine, load_engine, load_runner_with_ranks
 
 _NUM_STEPS = 16
 _ARRAY_BYTES = 256 * 2**20  # several times the largest cache
@@ -132,17 +132,17 @@ class EngineSteps:
         limits = EngineLimits(max_batch_tokens, workload.max_batch, kv_tokens, graph_sizes=graphs)
         # Several ranks divide the process's cores.
         with noticing_compilation(_tell), threads_born_on(tuple(os.sched_getaffinity(0))):
-            self._host: EngineHost = load_engine_host(settings, limits, load=load_runner_with_ranks)
+            self._loaded: LoadedEngine = load_engine(settings, limits, load=load_runner_with_ranks)
             self._cores = tuple(os.sched_getaffinity(0))
-        self._engine = self._host.engine()
+        self._engine = self._loaded.engine()
         self._clock = clock_for(workload.num_threads)
         self._rng = random.Random(0)
         self._phases_ms: dict[str, float] = {}
-        self._phase_clock = PhaseClock(self._host.runner)
+        self._phase_clock = PhaseClock(self._loaded.runner)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        layout = self._host.runner.kv_cache.layout
+        layout = self._loaded.runner.kv_cache.layout
         return layout.groups.count * layout.block_bytes // layout.block_size
 
     def prompt_ms(self) -> float:
@@ -182,7 +182,7 @@ class EngineSteps:
         for _ in range(count):
             prompt = tuple(self._rng.randrange(3, 250) for _ in range(num_tokens))
             sampling = SamplingParams(max_new_tokens=num_new, seed=0, ignore_eos=True)
-            self._host.scheduler.add(SequenceState(SequenceSpec(mint_id(), 0, prompt, len(prompt), sampling)))
+            self._loaded.scheduler.add(SequenceState(SequenceSpec(mint_id(), 0, prompt, len(prompt), sampling)))
 
     def _step_ms(self) -> float:
         started = self._clock()
@@ -198,7 +198,7 @@ class EngineSteps:
 
     def _finish(self) -> float:
         total = 0.0
-        while self._host.scheduler.has_work:
+        while self._loaded.scheduler.has_work:
             total += self._step_ms()
         return total
 

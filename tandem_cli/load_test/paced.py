@@ -37,7 +37,7 @@ _STAMP_PERIOD_MS = 8000.0
 
 
 class PacedRunner:
-    """A HostedRunner that sleeps instead of computing. Tokens cycle through the alphabet, and their log-probs encode
+    """A LoadedRunner that sleeps instead of computing. Tokens cycle through the alphabet, and their log-probs encode
     the time of their creation (`delay_s`). KV consists of zeros, and is transferred like any other.
     """
 

@@ -25,8 +25,8 @@ from tandem_cli.local_mesh.deployment import find_draft
 from tandem_cli.local_mesh.hardware import available_cores
 from tandem_cli.model_files.model_folders import find_model, load_format_of
 from tandem_cli.parser import given
-from worker.engine_host import load_runner_with_ranks
 from worker.engine_settings import model_settings
+from worker.load_engine import load_runner_with_ranks
 
 
 def compile_model(args: argparse.Namespace) -> int:

@@ -28,8 +28,8 @@ from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
 from tests.made_once import made_once
-from worker.engine_host import load_engine_host
 from worker.engine_settings import EngineLimits
+from worker.load_engine import load_engine
 
 TOLERANCE = 1e-4
 NUM_NEW = 40
@@ -221,7 +221,7 @@ def test_the_longest_sequence_is_what_clients_count(encoder_decoder: Checkpoint,
             model=str(encoder_decoder("t5")), registry_address="none", kv_cache_bytes=1 << 24, max_model_len=asked
         )
         engine_limits = EngineLimits(64, 4)
-        info = load_engine_host(worker, engine_limits).worker_info(WorkerRole.DECODE, engine_limits)
+        info = load_engine(worker, engine_limits).worker_info(WorkerRole.DECODE, engine_limits)
         router = RouterSettings(model=worker.model)
         limits = LimitPolicy(router, read_model_facts(encoder_decoder("t5"))).resolve({capacity_tokens(info)})
         assert limits.max_total_tokens == longest

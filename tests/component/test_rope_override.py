@@ -22,8 +22,8 @@ from tests.component.arms import ARMS, load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import check_parity, expect_prompts
 from tests.defects import Repaired
-from worker.engine_host import load_engine_host
 from worker.engine_settings import EngineLimits
+from worker.load_engine import load_engine
 
 Checkpoint = Callable[[str], Path]
 
@@ -134,8 +134,8 @@ def test_router_and_workers_agree_on_the_longest_sequence(
 ) -> None:
     settings = worker_settings(checkpoint("llama"), max_model_len=limit, **rope)
     limits = EngineLimits(64, 4)
-    host = load_engine_host(settings, limits)
-    assert host.worker_info(WorkerRole.DECODE, limits).max_model_len == longest
+    loaded = load_engine(settings, limits)
+    assert loaded.worker_info(WorkerRole.DECODE, limits).max_model_len == longest
     facts = read_model_facts(checkpoint("llama"), settings.rope_override())
     assert facts.max_positions is None or facts.max_positions >= longest
 
@@ -143,7 +143,7 @@ def test_router_and_workers_agree_on_the_longest_sequence(
 @pytest.mark.parametrize("rope", [{}, {"rope_scaling": '{"type": "linear", "factor": 2}'}])
 def test_a_length_beyond_the_scaling_is_refused(checkpoint: Checkpoint, rope: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=r"max_model_len 4096 is over .* rope_scaling or rope_theta"):
-        load_engine_host(worker_settings(checkpoint("llama"), max_model_len=4096, **rope), EngineLimits(64, 4))
+        load_engine(worker_settings(checkpoint("llama"), max_model_len=4096, **rope), EngineLimits(64, 4))
 
 
 def worker_settings(model_dir: Path, **changes: Any) -> DecodeSettings:

@@ -14,7 +14,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
 from prefill_worker.settings import PrefillSettings
 from tests.defects import Repaired
-from worker.engine_host import EngineHost
+from worker.load_engine import LoadedEngine
 
 Checkpoint = Callable[[str], Path]
 
@@ -23,19 +23,19 @@ class _LoadedError(Exception):
     """Ends a worker once its engine is there."""
 
 
-async def loaded(monkeypatch: pytest.MonkeyPatch, program: Any, settings: Any) -> EngineHost:
+async def loaded(monkeypatch: pytest.MonkeyPatch, program: Any, settings: Any) -> LoadedEngine:
     """The engine that a worker's own program builds from its settings."""
-    hosts: list[EngineHost] = []
-    load = worker.worker.download_and_load_host
+    engines: list[LoadedEngine] = []
+    load = worker.worker.download_and_load_engine
 
     def load_and_stop(*args: Any) -> None:
-        hosts.append(load(*args))
+        engines.append(load(*args))
         raise _LoadedError
 
-    monkeypatch.setattr(worker.worker, "download_and_load_host", load_and_stop)
+    monkeypatch.setattr(worker.worker, "download_and_load_engine", load_and_stop)
     with pytest.raises(_LoadedError):
         await program.serve(settings)
-    return hosts[0]
+    return engines[0]
 
 
 def given(cls: type, model_dir: Path, *argv: str, **environ: str) -> Any:

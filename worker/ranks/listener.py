@@ -26,7 +26,7 @@ from mesh.domain.request import mint_id
 from mesh.rpc.server import Listen
 from mesh.rpc.status import details_of, status_of
 from mesh.v1 import rank_pb2, rank_pb2_grpc
-from worker.ranks.link import RankLink, host_of, own_address
+from worker.ranks.connection import RankConnection, host_of, own_address
 from worker.ranks.local import LocalRanks
 from worker.ranks.server import bind_server, versions
 
@@ -66,7 +66,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         self._on_progress = on_progress
         self._on_lost: OnLost | None = None
         self._changed = threading.Condition()
-        self._links: dict[int, RankLink] = {}
+        self._connections: dict[int, RankConnection] = {}
         self._notes: dict[str, bytes] = {}
         self._lost: MeshError | None = None
         self._is_gathered = self._is_closing = False
@@ -96,7 +96,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
                     "--rank NUMBER` on their machines"
                 )
             self._is_gathered = True
-            hosts = [link.host for link in self._links.values()]
+            hosts = [connection.host for connection in self._connections.values()]
         log.info("ranks joined", hosts=hosts)
         return own_address(hosts)
 
@@ -124,13 +124,13 @@ class RankListener(rank_pb2_grpc.RanksServicer):
 
     def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
         clear = rank_pb2.KvClear(block_ids=block_ids, first_token=first_token)
-        for answer in [link.ask(rank_pb2.KvOrder(clear=clear)) for link in self._links.values()]:
+        for answer in [connection.ask(rank_pb2.KvOrder(clear=clear)) for connection in self._connections.values()]:
             answer.result()
 
     @property
-    def links(self) -> tuple[RankLink, ...]:
+    def connections(self) -> tuple[RankConnection, ...]:
         """The connections to the ranks, from rank 1 on, once they have joined."""
-        return tuple(link for _, link in sorted(self._links.items()))
+        return tuple(connection for _, connection in sorted(self._connections.items()))
 
     def watch(self, on_lost: OnLost) -> None:
         with self._changed:
@@ -142,10 +142,10 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     def close(self) -> None:
         with self._changed:
             self._is_closing = True
-            links = list(self._links.values())
+            connections = list(self._connections.values())
             self._changed.notify_all()
-        for link in links:
-            link.end()
+        for connection in connections:
+            connection.end()
         self._server.stop(_STOP_GRACE_S).wait()
         if self._local is not None:
             self._local.kill()
@@ -158,20 +158,20 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             impatience = threading.Timer(_GREETING_S, context.cancel)
             impatience.daemon = True
             impatience.start()
-            link = self._greet(_next(request_iterator, "hello").hello, context.peer())
-            if not context.add_callback(partial(self._end, link)):
-                self._end(link)
+            connection = self._greet(_next(request_iterator, "hello").hello, context.peer())
+            if not context.add_callback(partial(self._end, connection)):
+                self._end(connection)
             try:
                 yield rank_pb2.JoinResponse(setup=self._setup)
-                self._admit(link, _next(request_iterator, "checked").checked)
+                self._admit(connection, _next(request_iterator, "checked").checked)
                 impatience.cancel()
-                yield rank_pb2.JoinResponse(admitted=rank_pb2.RankAdmitted(host=link.host))
-                threading.Thread(target=self._read, args=(link, request_iterator), daemon=True).start()
-                yield from link.messages()
+                yield rank_pb2.JoinResponse(admitted=rank_pb2.RankAdmitted(host=connection.host))
+                threading.Thread(target=self._read, args=(connection, request_iterator), daemon=True).start()
+                yield from connection.messages()
                 if self._lost is not None:
                     raise self._lost
             finally:
-                self._end(link)
+                self._end(connection)
 
     def HoldKv(
         self, request_iterator: Iterator[rank_pb2.KvReport], context: grpc.ServicerContext
@@ -183,13 +183,13 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             except grpc.RpcError:
                 raise WorkerLost("the rank has left") from None
             self._require_group(first.group)
-            link = self._links.get(first.rank)
-            if link is None or not link.claim_kv():
+            connection = self._connections.get(first.rank)
+            if connection is None or not connection.claim_kv():
                 raise InvalidRequest(f"rank {first.rank} has not joined, or holds its KV already")
-            if not context.add_callback(partial(self._end, link)):
-                self._end(link)
-            threading.Thread(target=self._read_kv, args=(link, request_iterator), daemon=True).start()
-            yield from link.kv_orders()
+            if not context.add_callback(partial(self._end, connection)):
+                self._end(connection)
+            threading.Thread(target=self._read_kv, args=(connection, request_iterator), daemon=True).start()
+            yield from connection.kv_orders()
 
     def PutNote(self, request: rank_pb2.PutNoteRequest, context: grpc.ServicerContext) -> rank_pb2.PutNoteResponse:
         """Write a note for all ranks."""
@@ -219,7 +219,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             context.set_trailing_metadata(trailing)
             context.abort(code, details_of(error))
 
-    def _greet(self, hello: rank_pb2.RankHello, peer: str) -> RankLink:
+    def _greet(self, hello: rank_pb2.RankHello, peer: str) -> RankConnection:
         """Give the rank its place. Raises ConfigurationError if it does not fit, WorkerBusy if the place is taken."""
         if not 0 < hello.rank < self._num_ranks:
             raise ConfigurationError(
@@ -234,75 +234,79 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         if hello.versions != versions():
             raise ConfigurationError(f"rank {hello.rank} has {hello.versions}; the leader has {versions()}")
         with self._changed:
-            if (other := self._links.get(hello.rank)) is not None:
+            if (other := self._connections.get(hello.rank)) is not None:
                 raise WorkerBusy(f"rank {hello.rank} is taken, by {other.host}")
-            link = self._links[hello.rank] = RankLink(hello.rank, host_of(peer), self._spans[hello.rank])
-        return link
+            connection = self._connections[hello.rank] = RankConnection(
+                hello.rank, host_of(peer), self._spans[hello.rank]
+            )
+        return connection
 
-    def _admit(self, link: RankLink, checked: rank_pb2.RankChecked) -> None:
+    def _admit(self, connection: RankConnection, checked: rank_pb2.RankChecked) -> None:
         if checked.model_fingerprint != self._fingerprint:
             raise ConfigurationError(
-                f"rank {link.rank} has another model: fingerprint {checked.model_fingerprint}, not the leader's "
+                f"rank {connection.rank} has another model: fingerprint {checked.model_fingerprint}, not the leader's "
                 f"{self._fingerprint}; give it the same checkpoint"
             )
         with self._changed:
-            link.is_admitted = True
+            connection.is_admitted = True
             self._changed.notify_all()
-        log.info("rank joined", rank=link.rank, host=link.host)
+        log.info("rank joined", rank=connection.rank, host=connection.host)
 
-    def _read(self, link: RankLink, requests: Iterator[rank_pb2.JoinRequest]) -> None:
+    def _read(self, connection: RankConnection, requests: Iterator[rank_pb2.JoinRequest]) -> None:
         try:
             for request in requests:
                 kind = request.WhichOneof("message")
                 if kind == "failed":
-                    link.fail(request.failed)
+                    connection.fail(request.failed)
                     return
                 if kind == "leaving":
-                    log.warning("a rank is asked to stop, draining", rank=link.rank, host=link.host)
+                    log.warning("a rank is asked to stop, draining", rank=connection.rank, host=connection.host)
                     self._on_leaving()
                 elif kind == "loading":
                     self._on_progress()
                 else:
                     with self._changed:
-                        link.reports[kind or ""] = request
+                        connection.reports[kind or ""] = request
                         self._changed.notify_all()
         except grpc.RpcError:
             pass  # the connection is broken
         finally:
-            self._end(link)
+            self._end(connection)
 
-    def _read_kv(self, link: RankLink, reports: Iterator[rank_pb2.KvReport]) -> None:
+    def _read_kv(self, connection: RankConnection, reports: Iterator[rank_pb2.KvReport]) -> None:
         try:
             for report in reports:
-                link.answer(report)
+                connection.answer(report)
         except grpc.RpcError:
             pass
         finally:
-            self._end(link)
+            self._end(connection)
 
-    def _end(self, link: RankLink) -> None:
+    def _end(self, connection: RankConnection) -> None:
         """The rank's connection has ended: the rank is lost, unless it may still be replaced."""
-        if self._has_ended or self._links.get(link.rank) is not link:
-            link.end()
+        if self._has_ended or self._connections.get(connection.rank) is not connection:
+            connection.end()
             return
-        error = link.error or self._loss(link)  # may wait for the rank's process to end, so without the lock
+        error = connection.error or self._loss(
+            connection
+        )  # may wait for the rank's process to end, so without the lock
         with self._changed:
-            if self._has_ended or self._links.get(link.rank) is not link:
-                link.end()
+            if self._has_ended or self._connections.get(connection.rank) is not connection:
+                connection.end()
                 return
             is_gathered = self._is_gathered
             if is_gathered:
                 self._lost = error
             else:
-                del self._links[link.rank]
+                del self._connections[connection.rank]
             self._changed.notify_all()
-            on_lost, links = self._on_lost, list(self._links.values())
-        link.end()
+            on_lost, connections = self._on_lost, list(self._connections.values())
+        connection.end()
         if not is_gathered:
-            if link.is_admitted:
-                log.warning("a rank has left before all have joined", rank=link.rank, reason=str(error))
+            if connection.is_admitted:
+                log.warning("a rank has left before all have joined", rank=connection.rank, reason=str(error))
             return
-        for other in links:
+        for other in connections:
             other.end()
         if on_lost is not None:
             on_lost(str(error))
@@ -310,18 +314,18 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     def _end_local(self, rank: int) -> None:
         """The process of a rank has ended, perhaps before it has joined."""
         assert self._local is not None
-        if (link := self._links.get(rank)) is not None and self._is_gathered:
-            self._end(link)
+        if (connection := self._connections.get(rank)) is not None and self._is_gathered:
+            self._end(connection)
             return
         with self._changed:
             if not self._has_ended:
                 self._lost = self._local.loss(rank)
                 self._changed.notify_all()
 
-    def _loss(self, link: RankLink) -> MeshError:
+    def _loss(self, connection: RankConnection) -> MeshError:
         if self._local is not None:
-            return self._local.loss(link.rank)
-        return WorkerLost(f"rank {link.rank} ({link.host}) is lost: its connection has ended")
+            return self._local.loss(connection.rank)
+        return WorkerLost(f"rank {connection.rank} ({connection.host}) is lost: its connection has ended")
 
     @property
     def _has_ended(self) -> bool:
@@ -330,17 +334,20 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     def _wait(self, kind: str) -> list[rank_pb2.JoinRequest]:
         with self._changed:
             self._changed.wait_for(
-                lambda: self._lost is not None or all(kind in link.reports for link in self._links.values())
+                lambda: (
+                    self._lost is not None
+                    or all(kind in connection.reports for connection in self._connections.values())
+                )
             )
             if self._lost is not None:
                 raise self._lost
-            return [link.reports[kind] for link in self._links.values()]
+            return [connection.reports[kind] for connection in self._connections.values()]
 
     def _send(self, message: rank_pb2.JoinResponse) -> None:
         if self._lost is not None:
             raise self._lost
-        for link in self._links.values():
-            link.send(message)
+        for connection in self._connections.values():
+            connection.send(message)
 
     def _put_note(self, key: str, value: bytes) -> None:
         """Raises InvalidRequest for a note, or a number of notes, that no rank needs."""
@@ -365,11 +372,11 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             raise WorkerLost("the rank is of an earlier run of this worker")
 
     def _all_are_admitted(self) -> bool:
-        links = self._links.values()
-        return len(links) == self._num_ranks - 1 and all(link.is_admitted for link in links)
+        connections = self._connections.values()
+        return len(connections) == self._num_ranks - 1 and all(connection.is_admitted for connection in connections)
 
     def _missing(self) -> str:
-        joined = {link.rank for link in self._links.values() if link.is_admitted}
+        joined = {connection.rank for connection in self._connections.values() if connection.is_admitted}
         absent = [rank for rank in range(1, self._num_ranks) if rank not in joined]
         return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
 

@@ -26,8 +26,8 @@ from tests.component.arms import load_arm
 from tests.component.test_load import edit_weights
 from tests.defects import Repaired
 from tests.fakes.requests import make_request
-from worker.engine_host import HostedRunner, load_engine_host
 from worker.engine_settings import EngineLimits
+from worker.load_engine import LoadedRunner, load_engine
 
 Checkpoint = Callable[[str], Path]
 
@@ -91,7 +91,7 @@ def disk_of(model_dir: Path, folder: Path, **changes: Any) -> BlockFiles:
     settings = DecodeSettings(
         model=str(model_dir), registry_address="none", device="cpu", kv_disk=str(folder), kv_disk_gib=0.1, **changes
     )
-    disk = load_engine_host(settings, EngineLimits(64, 4, max_kv_tokens=256)).kv_disk
+    disk = load_engine(settings, EngineLimits(64, 4, max_kv_tokens=256)).kv_disk
     assert disk is not None
     disk.close()
     return disk._files
@@ -123,10 +123,10 @@ def test_weights_that_change_while_they_are_loaded_are_refused(checkpoint: Check
     model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     settings = DecodeSettings(model=str(model_dir), registry_address="none", device="cpu", kv_disk=str(tmp_path / "kv"))
 
-    def load_and_edit(runner_settings: RunnerSettings, on_progress: Progress | None) -> HostedRunner:
+    def load_and_edit(runner_settings: RunnerSettings, on_progress: Progress | None) -> LoadedRunner:
         runner = load_model_runner(runner_settings, on_progress)
         edit_weights(model_dir, lambda stored: stored["model.embed_tokens.weight"][3].add_(1.0))
         return runner
 
     with pytest.raises(ConfigurationError, match=r"model\.safetensors has changed while it was loaded"):
-        load_engine_host(settings, EngineLimits(64, 4, max_kv_tokens=256), load=load_and_edit)
+        load_engine(settings, EngineLimits(64, 4, max_kv_tokens=256), load=load_and_edit)

@@ -37,8 +37,8 @@ from tests.component.ranks.test_ranks import require_equal
 from tests.component.sampling.test_speculation import answer, ids
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
-from worker.engine_host import load_engine_host
 from worker.engine_settings import EngineLimits
+from worker.load_engine import load_engine
 
 Checkpoint = Callable[[str], Path]
 
@@ -387,8 +387,8 @@ def test_a_worker_announces_its_adapters_and_doubts_their_base(checkpoint: Check
     listed = ",".join(f"{name}={folder}" for name, folder in folders.items())
     limits = EngineLimits(64, 4, max_kv_tokens=256)
     with capture_logs() as logs:
-        host = load_engine_host(_worker(model_dir, listed), limits)
-    assert [adapter.name for adapter in host.worker_info(WorkerRole.DECODE, limits).adapters] == list(bases)
+        loaded = load_engine(_worker(model_dir, listed), limits)
+    assert [adapter.name for adapter in loaded.worker_info(WorkerRole.DECODE, limits).adapters] == list(bases)
     doubted = [line["name"] for line in logs if line["event"] == "an adapter names another base model"]
     assert doubted == ["other"]
 

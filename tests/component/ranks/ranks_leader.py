@@ -26,7 +26,7 @@ from mesh.logs import configure_logging
 from mesh.process import ServiceProgram, announce
 from tests.component.driving import Driver
 from tests.fakes.requests import make_request
-from worker.engine_host import load_runner_with_ranks
+from worker.load_engine import load_runner_with_ranks
 
 PROMPT = [1, 2, 3, 4, 5]
 

@@ -39,8 +39,8 @@ from tests.evidence import Evidence
 from tests.fakes.drafters import FakeDrafter
 from tests.fakes.requests import make_request
 from tests.waiting import LIMIT_S, until
-from worker.engine_host import EngineHost, download_and_load_host, load_runner_with_ranks
 from worker.engine_settings import EngineLimits
+from worker.load_engine import LoadedEngine, download_and_load_engine, load_runner_with_ranks
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
 
@@ -65,9 +65,9 @@ def worker_settings(model_dir: Path, degrees: Degrees, **changes: Any) -> Decode
     return DecodeSettings(**wanted | changes)
 
 
-def host_of(model_dir: Path, degrees: Degrees, **changes: Any) -> EngineHost:
+def engine_of(model_dir: Path, degrees: Degrees, **changes: Any) -> LoadedEngine:
     limits = EngineLimits(max_batch_tokens=256, max_num_seqs=8)
-    return download_and_load_host(worker_settings(model_dir, degrees, **changes), limits, load_runner_with_ranks)
+    return download_and_load_engine(worker_settings(model_dir, degrees, **changes), limits, load_runner_with_ranks)
 
 
 def token_ids(runner: ModelRunner) -> list[object]:
@@ -160,17 +160,17 @@ def test_processes_say_what_one_rank_says(checkpoint: Checkpoint, family: str, d
     """Tokens; and log-probs, which sums in another order may change in the last bits. They are transformers', too."""
     model_dir = checkpoint(family)
     cores, num_threads = os.sched_getaffinity(0), degrees.num_ranks + 1  # one for each rank, and one that is left
-    host = host_of(model_dir, degrees, num_threads=num_threads)
-    assert isinstance(host.runner, ModelRunner)
-    with closing(host.runner) as runner:
+    loaded = engine_of(model_dir, degrees, num_threads=num_threads)
+    assert isinstance(loaded.runner, ModelRunner)
+    with closing(loaded.runner) as runner:
         ranks = ranks_of(os.getpid())
         assert runner.rank_pids == tuple(rank.pid for rank in ranks)
-        assert len(ranks) == len(host.rank_links) == degrees.num_ranks - 1
+        assert len(ranks) == len(loaded.rank_connections) == degrees.num_ranks - 1
         check_parity(model_dir, runner)
         said = token_ids(runner)
     require_gone(ranks)
     assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, num_threads)
-    alone = host_of(model_dir, Degrees(), num_threads=1).runner
+    alone = engine_of(model_dir, Degrees(), num_threads=1).runner
     assert isinstance(alone, ModelRunner)
     assert said == token_ids(alone)
 
@@ -264,7 +264,7 @@ def test_wrong_settings_are_named(tmp_path: Path, changes: dict[str, Any], error
 )
 def test_what_they_cannot_compute_is_refused(checkpoint: Checkpoint, changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigurationError, match=error):
-        host_of(checkpoint("llama"), Degrees(2), **changes)
+        engine_of(checkpoint("llama"), Degrees(2), **changes)
     assert ranks_of(os.getpid()) == []
 
 
@@ -275,7 +275,7 @@ def test_gpus_that_are_not_there_are_refused_before_a_rank_starts(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigurationError, match=r"tensor_parallel 2 needs 2 GPUs, .* there is one, so use 1"):
-        host_of(checkpoint("llama"), Degrees(2), device="cuda", rank_memory="auto")
+        engine_of(checkpoint("llama"), Degrees(2), device="cuda", rank_memory="auto")
 
 
 def test_ranks_on_one_device_divide_the_workers_share() -> None:

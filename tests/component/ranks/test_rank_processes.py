@@ -41,7 +41,7 @@ from tests.component.parity import run_mixed
 from tests.component.sampling.test_speculation import answer, requests
 from tests.evidence import Evidence
 from tests.waiting import LIMIT_S, until
-from worker import engine_host
+from worker import load_engine
 
 LOAD_S = 4 * LIMIT_S  # several processes that import torch, on a busy machine
 
@@ -341,9 +341,9 @@ async def test_ranks_end_when_loading_takes_too_long(checkpoint: Checkpoint) -> 
 
 def test_ranks_log_as_their_worker(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     passed: dict[str, object] = {}
-    monkeypatch.setattr(engine_host, "load_ranked_runner", lambda *_, **options: passed.update(options))
-    monkeypatch.setattr(engine_host, "log_format", lambda: ("debug", False))
-    engine_host.load_runner_with_ranks(settings(checkpoint("llama"), tensor_parallel=2))
+    monkeypatch.setattr(load_engine, "load_ranked_runner", lambda *_, **options: passed.update(options))
+    monkeypatch.setattr(load_engine, "log_format", lambda: ("debug", False))
+    load_engine.load_runner_with_ranks(settings(checkpoint("llama"), tensor_parallel=2))
     assert (passed["log_level"], passed["log_json"]) == ("debug", False)
 
 

@@ -18,8 +18,8 @@ from mesh.domain.kv import Degrees
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
-from worker.engine_host import HostedRunner, load_engine_host
 from worker.engine_settings import EngineLimits
+from worker.load_engine import LoadedRunner, load_engine
 
 Checkpoint = Callable[[str], Path]
 
@@ -84,12 +84,12 @@ def test_a_worker_announces_its_ranks(
     monkeypatch.setattr("worker.settings.num_numa_nodes", lambda: 8)
     wanted: list[RunnerSettings] = []
 
-    def load(runner_settings: RunnerSettings, on_progress: Progress | None) -> HostedRunner:
+    def load(runner_settings: RunnerSettings, on_progress: Progress | None) -> LoadedRunner:
         wanted.append(runner_settings)
         return load_model_runner(settings(compiled))
 
     limits = EngineLimits(max_batch_tokens=64, max_num_seqs=4)
-    host = load_engine_host(
+    loaded = load_engine(
         DecodeSettings(
             model=str(compiled),
             registry_address="none",
@@ -103,7 +103,7 @@ def test_a_worker_announces_its_ranks(
         load=load,
     )
     assert [each.degrees for each in wanted] == [degrees]
-    info = host.worker_info(WorkerRole.DECODE, limits)
+    info = loaded.worker_info(WorkerRole.DECODE, limits)
     assert Degrees(info.tensor_parallel, info.pipeline_parallel) == degrees
 
 

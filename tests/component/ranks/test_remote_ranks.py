@@ -62,7 +62,7 @@ from tests.fakes.requests import make_request
 from tests.fakes.transfers import FIRST_TOKEN, GRPC_ONLY, INCARNATION, Outcomes
 from tests.waiting import LIMIT_S, until
 from worker import load_watch
-from worker.ranks.link import RankLink, own_address
+from worker.ranks.connection import RankConnection, own_address
 from worker.ranks.listener import RankListener
 
 LOAD_S = 4 * LIMIT_S  # processes that import torch, on a busy machine
@@ -132,12 +132,12 @@ def remote_runner(
     on_lost: Callable[[str], None] = pytest.fail,
     module: str = "rank_worker",
     **changes: object,
-) -> Iterator[tuple[ModelRunner, list[RankProcess], tuple[RankLink, ...]]]:
+) -> Iterator[tuple[ModelRunner, list[RankProcess], tuple[RankConnection, ...]]]:
     ranks = listener(size, tls=tls)
     with rank_processes(ranks.port, model_dir, size, *flags, *(tls.flags if tls else ()), module=module) as processes:
         runner = load_remote_runner(settings(model_dir, tensor_parallel=size, **changes), ranks, on_lost=on_lost)
         try:
-            yield runner, processes, ranks.links
+            yield runner, processes, ranks.connections
         finally:
             runner.close()
 
@@ -145,28 +145,36 @@ def remote_runner(
 class MovingKV:
     """Moves KV into the ranks of a runner and out of them, as the other worker's ranks do."""
 
-    def __init__(self, runner: ModelRunner, links: Sequence[RankLink], tls: Issued) -> None:
+    def __init__(self, runner: ModelRunner, connections: Sequence[RankConnection], tls: Issued) -> None:
         self._cache = runner.kv_cache
-        self._links = links
+        self._connections = connections
         self._credentials = Credentials(MeshKey(KEY), tls.identity)
         setup = rank_pb2.KvSetup(transports=["grpc"], worker_id="w")
         taking = rank_pb2.KvSetup(transports=["grpc"], incarnation=INCARNATION)
         for request in (setup, taking):  # a worker's ranks do one of them
-            ports = [link.ask(rank_pb2.KvOrder(setup=request)).result(LIMIT_S).port for link in links]
-        self._endpoints = [KVEndpoint(f"127.0.0.1:{port}", link.span) for link, port in zip(links, ports, strict=True)]
+            ports = [connection.ask(rank_pb2.KvOrder(setup=request)).result(LIMIT_S).port for connection in connections]
+        self._endpoints = [
+            KVEndpoint(f"127.0.0.1:{port}", connection.span)
+            for connection, port in zip(connections, ports, strict=True)
+        ]
         self._num_moved = itertools.count()
 
     def all(self) -> np.ndarray:
         """All KV of all ranks: [layers, 2, blocks, tokens, heads, bytes]."""
         target = FakeKVStore(self._cache.layout, self._cache.num_blocks)
-        asyncio.run(self._move(self._cache, self._links, target, (), range(self._cache.num_blocks)))
+        asyncio.run(self._move(self._cache, self._connections, target, (), range(self._cache.num_blocks)))
         return target.data
 
     def put(self, source: FakeKVStore, block_ids: Sequence[int]) -> None:
-        asyncio.run(self._move(source, (), self._cache, self._links, block_ids))
+        asyncio.run(self._move(source, (), self._cache, self._connections, block_ids))
 
     async def _move(
-        self, source: Any, senders: Sequence[RankLink], target: Any, takers: Sequence[RankLink], ids: Sequence[int]
+        self,
+        source: Any,
+        senders: Sequence[RankConnection],
+        target: Any,
+        takers: Sequence[RankConnection],
+        ids: Sequence[int],
     ) -> None:
         transfer_id, block_ids, outcomes = f"t{next(self._num_moved)}", tuple(ids), Outcomes()
         num_tokens = len(block_ids) * self._cache.layout.block_size
@@ -200,8 +208,8 @@ def test_ranks_compute_as_one(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Steps, forks, whose blocks are copied, and KV. Under TLS, as in a mesh that has it."""
     model_dir, tls = checkpoint("llama"), Authority(tmp_path / "ca").issue("all")
     alone = load_model_runner(settings(model_dir, enforce_eager=True))
-    with remote_runner(model_dir, tls=tls) as (runner, processes, links):
-        moving = MovingKV(runner, links, tls)
+    with remote_runner(model_dir, tls=tls) as (runner, processes, connections):
+        moving = MovingKV(runner, connections, tls)
         check_parity(model_dir, runner)
         run_mixed(alone)
         cache = alone.kv_cache
@@ -271,7 +279,7 @@ def test_a_killed_rank_is_told(checkpoint: Checkpoint) -> None:
         lost.append(reason)
         is_lost.set()
 
-    with remote_runner(checkpoint("llama"), 3, on_lost=on_lost) as (runner, processes, links):
+    with remote_runner(checkpoint("llama"), 3, on_lost=on_lost) as (runner, processes, connections):
         driver = Driver(runner)
         begun = driver.add(make_request("0", [1, 2, 3], max_new_tokens=20))
         driver.step((begun, 3))
@@ -283,7 +291,7 @@ def test_a_killed_rank_is_told(checkpoint: Checkpoint) -> None:
         with pytest.raises(WorkerLost):
             runner.kv_cache.clear_blocks([1])
         with pytest.raises(WorkerLost):
-            links[0].ask(rank_pb2.KvOrder()).result(LIMIT_S)
+            connections[0].ask(rank_pb2.KvOrder()).result(LIMIT_S)
         status, log = processes[0].end()
         assert (status, "rank 2 (127.0.0.1) is lost" in log) == (1, True), log
 

@@ -31,8 +31,8 @@ from tests.component.arms import load_arm
 from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
 from tests.goodness import UNLIKELY, fit
-from worker.engine_host import load_engine_host
 from worker.engine_settings import EngineLimits
+from worker.load_engine import load_engine
 
 Checkpoint = Callable[[str], Path]
 Answers = dict[str, tuple[list[SampledToken], FinishReason | None]]
@@ -374,9 +374,9 @@ def test_a_draft_model_shares_the_memory_for_kv(checkpoint: Checkpoint) -> None:
         settings = DecodeSettings(model=str(checkpoint("llama")), registry_address="none", kv_cache_bytes=1 << 20)
         speculation = Speculation("draft", 4, draft_model) if draft_model else NO_SPECULATION
         limits = EngineLimits(64, 4, speculation=speculation)
-        host = load_engine_host(settings, limits)
-        info = host.worker_info(WorkerRole.DECODE, limits)
-        assert (info.num_blocks, info.speculative) == (host.scheduler.pool.num_blocks, speculation.kind)
+        loaded = load_engine(settings, limits)
+        info = loaded.worker_info(WorkerRole.DECODE, limits)
+        assert (info.num_blocks, info.speculative) == (loaded.scheduler.pool.num_blocks, speculation.kind)
         return info.num_blocks
 
     # The draft model has half of the large one's heads for keys and values.
@@ -399,4 +399,4 @@ def test_a_draft_model_of_other_tokens_is_refused(
     (other / name).write_text(text.replace(*change))
     settings = DecodeSettings(model=str(checkpoint("llama")), registry_address="none")
     with pytest.raises(ConfigurationError, match=f"draft_model {other} does not fit .*{message}"):
-        load_engine_host(settings, EngineLimits(64, 4, speculation=Speculation("draft", 4, other)))
+        load_engine(settings, EngineLimits(64, 4, speculation=Speculation("draft", 4, other)))

@@ -20,13 +20,13 @@ from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
 from tests.unit.router.test_membership import INFO
 from tests.waiting import LIMIT_S
-from worker.agent import RegistryAgent
-from worker.redis_agent import RedisAgent
+from worker.redis_registration import RedisRegistration
+from worker.registration import Registration
 
 
 def runs(url: str) -> dict[str, Coroutine[Any, Any, None]]:
     return {
-        "registration": RedisAgent(url, KEY, RegistryAgent(INFO, FakeEngine(), MEMBER)).run(),
+        "registration": RedisRegistration(url, KEY, Registration(INFO, FakeEngine(), MEMBER)).run(),
         "discovery": RedisRegistry(url, Membership(time.monotonic), MEMBER, no_traffic()).run(),
         "permits": SharedLimiter(url, "router-0", 4).run(),
         "role switching": acting(url),

@@ -27,8 +27,8 @@ from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
 from tests.unit.router.test_membership import INFO
 from tests.waiting import LIMIT_S, until, until_told
-from worker.agent import RegistryAgent
-from worker.redis_agent import RedisAgent
+from worker.redis_registration import RedisRegistration
+from worker.registration import Registration
 from worker.servicer import WorkerServicer
 
 
@@ -77,10 +77,10 @@ class Worker:
     def __init__(self, url: str, worker_id: str, **changes: Any) -> None:
         self.server = Server(Listen("127.0.0.1", 0, KEY))
         self.info = replace(INFO, worker_id=worker_id, incarnation=worker_id, address=self.server.address, **changes)
-        self.agent = RegistryAgent(self.info, FakeEngine(), MEMBER)
+        self.registration = Registration(self.info, FakeEngine(), MEMBER)
         servicer = WorkerServicer(self.info, FakeEngine(), never_drained, never_switched)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
-        self._redis = RedisAgent(url, KEY, self.agent)
+        self._redis = RedisRegistration(url, KEY, self.registration)
 
     async def start(self) -> None:
         await self.server.start(["mesh.v1.Worker"])

@@ -22,8 +22,8 @@ from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine, Watch, start_registry
 from tests.unit.router.test_membership import INFO
 from tests.waiting import until
-from worker.agent import RegistryAgent
-from worker.redis_agent import RedisAgent
+from worker.redis_registration import RedisRegistration
+from worker.registration import Registration
 
 
 class InProcess:
@@ -41,8 +41,8 @@ class InProcess:
         assert self._server is not None
         await self._server.stop(0)
 
-    def register(self, agent: RegistryAgent, key: MeshKey) -> Coroutine[Any, Any, None]:
-        return agent.run(f"127.0.0.1:{self._port}")
+    def register(self, registration: Registration, key: MeshKey) -> Coroutine[Any, Any, None]:
+        return registration.run(f"127.0.0.1:{self._port}")
 
 
 class InRedis:
@@ -63,8 +63,8 @@ class InRedis:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def register(self, agent: RegistryAgent, key: MeshKey) -> Coroutine[Any, Any, None]:
-        return RedisAgent(self._url, key, agent).run()
+    def register(self, registration: Registration, key: MeshKey) -> Coroutine[Any, Any, None]:
+        return RedisRegistration(self._url, key, registration).run()
 
 
 class Rig:
@@ -76,8 +76,8 @@ class Rig:
         self.watch = Watch(self.membership)
         self._tasks: list[asyncio.Task[None]] = []
 
-    def register(self, agent: RegistryAgent, key: MeshKey = KEY) -> asyncio.Task[None]:
-        self._tasks.append(asyncio.create_task(self.registry.register(agent, key)))
+    def register(self, registration: Registration, key: MeshKey = KEY) -> asyncio.Task[None]:
+        self._tasks.append(asyncio.create_task(self.registry.register(registration, key)))
         return self._tasks[-1]
 
     async def leave(self) -> None:
@@ -101,16 +101,16 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
 
 async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:
     engine = FakeEngine()
-    agent = RegistryAgent(INFO, engine, MEMBER)
-    running = rig.register(agent)
+    registration = Registration(INFO, engine, MEMBER)
+    running = rig.register(registration)
     await rig.watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
     assert rig.membership.views()[0].info == INFO
     engine.stuck.clear()  # a long step
     seen = rig.membership.views()[0].last_seen_s
     await rig.watch.until(lambda view: view.last_seen_s > seen + 0.3)
     engine.stuck.set()
-    agent.state = WorkerState.DRAINING
-    agent.heartbeat_now()
+    registration.state = WorkerState.DRAINING
+    registration.heartbeat_now()
     await rig.watch.until(lambda view: view.state is WorkerState.DRAINING)
     running.cancel()
     await rig.watch.until(lambda view: view.state is WorkerState.LOST)
@@ -120,26 +120,26 @@ async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:
 async def test_a_worker_that_says_farewell_is_not_lost(rig: Rig, farewell: WorkerState) -> None:
     states: list[WorkerState] = []
     rig.membership.on_change(lambda _: states.extend(view.state for view in rig.membership.views()))
-    agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
-    running = rig.register(agent)
+    registration = Registration(INFO, FakeEngine(), MEMBER)
+    running = rig.register(registration)
     await rig.watch.until(lambda view: view.load.num_running == 3)
-    agent.state = farewell
-    agent.heartbeat_now()
+    registration.state = farewell
+    registration.heartbeat_now()
     async with asyncio.timeout(60):
         await running
     await rig.watch.until(lambda view: view.state is farewell)
-    rig.register(RegistryAgent(replace(INFO, incarnation="two", role=WorkerRole.PREFILL), FakeEngine(), MEMBER))
+    rig.register(Registration(replace(INFO, incarnation="two", role=WorkerRole.PREFILL), FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.info.incarnation == "two" and view.load.num_running == 3)
     assert set(states) == {WorkerState.READY, farewell}
 
 
 async def test_cache_events_are_followed_and_a_late_router_gets_a_snapshot(rig: Rig) -> None:
     engine = FakeEngine()
-    agent = RegistryAgent(INFO, engine, MEMBER)
-    rig.register(agent)
+    registration = Registration(INFO, engine, MEMBER)
+    rig.register(registration)
     await rig.watch.until(lambda view: view.cached == {b"a"})
     engine.events = [CacheEvent(b"b", False), CacheEvent(b"a", True)]
-    agent.heartbeat_now()
+    registration.heartbeat_now()
     await rig.watch.until(lambda view: view.cached == {b"b"})
     await rig.registry.stop()
     rig.membership = Membership(time.monotonic)
@@ -149,7 +149,7 @@ async def test_cache_events_are_followed_and_a_late_router_gets_a_snapshot(rig: 
 
 
 async def test_a_worker_that_was_called_lost_comes_back_with_its_cache(rig: Rig) -> None:
-    rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
+    rig.register(Registration(INFO, FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.cached == {b"a"})
     rig.membership.lose(INFO)
     assert rig.membership.views()[0].state is WorkerState.LOST
@@ -157,19 +157,19 @@ async def test_a_worker_that_was_called_lost_comes_back_with_its_cache(rig: Rig)
 
 
 async def test_a_restarted_worker_replaces_its_former_self(rig: Rig) -> None:
-    first = rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
+    first = rig.register(Registration(INFO, FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.load.num_running == 3)
     first.cancel()
-    rig.register(RegistryAgent(replace(INFO, incarnation="two", address="h:2"), FakeEngine(), MEMBER))
+    rig.register(Registration(replace(INFO, incarnation="two", address="h:2"), FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.info.incarnation == "two" and view.state is WorkerState.READY)
     assert [view.info.address for view in rig.membership.views()] == ["h:2"]
 
 
 async def test_two_workers_with_one_id_are_reported_once(rig: Rig) -> None:
     with capture_logs() as logs:
-        rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
+        rig.register(Registration(INFO, FakeEngine(), MEMBER))
         await rig.watch.until(lambda view: view.load.num_running == 3)
-        rig.register(RegistryAgent(replace(INFO, incarnation="two", address="h:2", pid=7), FakeEngine(), MEMBER))
+        rig.register(Registration(replace(INFO, incarnation="two", address="h:2", pid=7), FakeEngine(), MEMBER))
         await until(lambda: twins_in(logs))
         later = rig.membership.views()[0].last_seen_s + 1.2  # two beats of everybody
         await rig.watch.until(lambda view: view.last_seen_s > later)
@@ -182,14 +182,14 @@ async def test_two_workers_with_one_id_are_reported_once(rig: Rig) -> None:
 @pytest.mark.parametrize("is_draining", [True, False])
 async def test_a_restart_is_not_reported_as_a_second_worker(rig: Rig, is_draining: bool) -> None:
     with capture_logs() as logs:
-        agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
-        first = rig.register(agent)
+        registration = Registration(INFO, FakeEngine(), MEMBER)
+        first = rig.register(registration)
         await rig.watch.until(lambda view: view.load.num_running == 3)
         if is_draining:
-            agent.state = WorkerState.DRAINING
+            registration.state = WorkerState.DRAINING
         else:
             first.cancel()
-        rig.register(RegistryAgent(replace(INFO, incarnation="two"), FakeEngine(), MEMBER))
+        rig.register(Registration(replace(INFO, incarnation="two"), FakeEngine(), MEMBER))
         await rig.watch.until(lambda view: view.info.incarnation == "two" and view.state is WorkerState.READY)
         later = rig.membership.views()[0].last_seen_s + 2.2
         await rig.watch.until(lambda view: view.last_seen_s > later)
@@ -205,13 +205,13 @@ async def test_a_worker_that_does_not_fit_or_has_another_key_never_appears(
 ) -> None:
     # On a busy machine the first worker may be silent for seconds. If it were lost, another one need not fit it.
     monkeypatch.setattr(redis_registry, "SILENT_S", 3600.0)
-    rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
+    rig.register(Registration(INFO, FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.load.num_running == 3)
     misfit = replace(INFO, worker_id="misfit", layout=replace(INFO.layout, num_layers=9))
     other_key = MeshKey("another-key-entirely")
     refused = [
-        rig.register(RegistryAgent(misfit, FakeEngine(), MEMBER)),
-        rig.register(RegistryAgent(replace(INFO, worker_id="forged"), FakeEngine(), Credentials(other_key)), other_key),
+        rig.register(Registration(misfit, FakeEngine(), MEMBER)),
+        rig.register(Registration(replace(INFO, worker_id="forged"), FakeEngine(), Credentials(other_key)), other_key),
     ]
     later = rig.membership.views()[0].last_seen_s + 1.2  # two beats of everybody
     await rig.watch.until(lambda view: view.last_seen_s > later)
@@ -221,12 +221,12 @@ async def test_a_worker_that_does_not_fit_or_has_another_key_never_appears(
 
 
 def test_a_refusal_is_logged_once_and_old_ones_are_forgotten() -> None:
-    agent = RedisAgent("redis://127.0.0.1:1", KEY, RegistryAgent(INFO, FakeEngine(), MEMBER))
+    registration = RedisRegistration("redis://127.0.0.1:1", KEY, Registration(INFO, FakeEngine(), MEMBER))
     with capture_logs() as logs:
         for number in range(3000):
             for _ in range(2):
-                agent._note_refusal(
-                    agent._signer.sign_refusal(INFO.incarnation, f"layouts differ from decode-{number}")
+                registration._note_refusal(
+                    registration._signer.sign_refusal(INFO.incarnation, f"layouts differ from decode-{number}")
                 )
     assert len(logs) == 3000
-    assert len(agent._refusals._buckets) <= 1000
+    assert len(registration._refusals._buckets) <= 1000

@@ -1,4 +1,4 @@
-"""A worker's agent against a real registry server."""
+"""A worker's registration with a real registry server."""
 
 import asyncio
 import gc
@@ -24,7 +24,7 @@ from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.unit.router.test_membership import INFO
 from tests.waiting import LIMIT_S, until
-from worker.agent import CacheSnapshot, RegistryAgent, Report
+from worker.registration import CacheSnapshot, Registration, Report
 
 KEY = MeshKey("a-key-for-tests-only")
 MEMBER = Credentials(KEY)
@@ -83,15 +83,15 @@ async def test_worker_registers_beats_through_a_long_step_and_leaves() -> None:
     watch = Watch(membership)
     server = await start_registry(membership)
     engine = FakeEngine()
-    agent = RegistryAgent(INFO, engine, MEMBER)
-    running = asyncio.create_task(agent.run(server.address))
+    registration = Registration(INFO, engine, MEMBER)
+    running = asyncio.create_task(registration.run(server.address))
     await watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
     engine.stuck.clear()
     seen = membership.views()[0].last_seen_s
     await watch.until(lambda view: view.last_seen_s > seen + 0.3)
     engine.stuck.set()
-    agent.state = WorkerState.DRAINING
-    agent.heartbeat_now()
+    registration.state = WorkerState.DRAINING
+    registration.heartbeat_now()
     await watch.until(lambda view: view.state is WorkerState.DRAINING)
     running.cancel()
     await watch.until(lambda view: view.state is WorkerState.LOST)
@@ -99,16 +99,16 @@ async def test_worker_registers_beats_through_a_long_step_and_leaves() -> None:
 
 
 async def test_what_changes_during_a_slow_write_is_sent_at_once() -> None:
-    agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
+    registration = Registration(INFO, FakeEngine(), MEMBER)
     states: asyncio.Queue[WorkerState] = asyncio.Queue()
 
     async def write(request: worker_pb2.RegisterRequest) -> None:
         states.put_nowait(wire.state_from_proto(request.heartbeat.state))
         if states.qsize() == 1:
-            agent.state = WorkerState.DRAINING
-            agent.heartbeat_now()
+            registration.state = WorkerState.DRAINING
+            registration.heartbeat_now()
 
-    sending = asyncio.create_task(agent.send_heartbeats(write, interval_s=3600))
+    sending = asyncio.create_task(registration.send_heartbeats(write, interval_s=3600))
     async with asyncio.timeout(LIMIT_S):
         assert await states.get() is WorkerState.READY
         assert await states.get() is WorkerState.DRAINING
@@ -118,8 +118,8 @@ async def test_what_changes_during_a_slow_write_is_sent_at_once() -> None:
 async def test_agent_comes_back_after_the_router_restarts() -> None:
     membership = Membership(asyncio.get_running_loop().time)
     server = await start_registry(membership)
-    agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
-    running = asyncio.create_task(agent.run(server.address))
+    registration = Registration(INFO, FakeEngine(), MEMBER)
+    running = asyncio.create_task(registration.run(server.address))
     await Watch(membership).until(lambda view: view.load.num_running == 3)
     await server.stop(0)
     restarted = Membership(asyncio.get_running_loop().time)
@@ -133,13 +133,13 @@ async def test_agent_comes_back_after_the_router_restarts() -> None:
 
 async def test_workers_do_not_all_come_back_at_the_same_moment() -> None:
     with capture_logs() as logs:
-        agents = [asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run("127.0.0.1:1")) for _ in range(8)]
-        await until(lambda: len(logs) >= len(agents))
-        for agent in agents:
-            agent.cancel()
-        await asyncio.gather(*agents, return_exceptions=True)
+        running = [asyncio.create_task(Registration(INFO, FakeEngine(), MEMBER).run("127.0.0.1:1")) for _ in range(8)]
+        await until(lambda: len(logs) >= len(running))
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
     first = [line["retry_in_s"] for line in logs if line["retry_in_s"] <= 0.1]
-    assert len(set(first)) > len(agents) // 2
+    assert len(set(first)) > len(running) // 2
 
 
 class HugeEngine(FakeEngine):
@@ -162,7 +162,7 @@ async def test_a_huge_prefix_cache_does_not_break_the_registration(repaired: Rep
     watch = Watch(membership)
     server = await start_registry(membership)
     engine = HugeEngine()
-    running = asyncio.create_task(RegistryAgent(INFO, engine, MEMBER).run(server.address))
+    running = asyncio.create_task(Registration(INFO, engine, MEMBER).run(server.address))
     await watch.until(lambda view: bool(view.cached))
     num_known = len(membership.views()[0].cached)
     assert 0 < num_known <= 1 << 16
@@ -182,9 +182,9 @@ async def test_refusals_are_final() -> None:
     server = await start_registry(membership)
     misfit = replace(INFO, worker_id="w", layout=replace(INFO.layout, num_layers=9))
     with pytest.raises(LayoutMismatch, match="num_layers: 2 here, 9 there"):
-        await RegistryAgent(misfit, FakeEngine(), MEMBER).run(server.address)
+        await Registration(misfit, FakeEngine(), MEMBER).run(server.address)
     with pytest.raises(Unauthenticated):
-        await RegistryAgent(INFO, FakeEngine(), Credentials(MeshKey("another-key-entirely"))).run(server.address)
+        await Registration(INFO, FakeEngine(), Credentials(MeshKey("another-key-entirely"))).run(server.address)
     assert [view.info.worker_id for view in membership.views()] == ["decode-0"]
     await server.stop(0)
 
@@ -196,7 +196,7 @@ async def test_worker_of_another_model_or_tokenizer_is_refused_at_the_handshake(
     server = await start_registry(Membership(asyncio.get_running_loop().time, require_fits))
     started_s = time.monotonic()
     with pytest.raises(LayoutMismatch, match="x at the router, t at worker"):
-        await asyncio.wait_for(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address), 60)
+        await asyncio.wait_for(Registration(INFO, FakeEngine(), MEMBER).run(server.address), 60)
     waited_s = time.monotonic() - started_s
     is_fast = waited_s <= 1
     evidence(
@@ -214,9 +214,9 @@ async def test_end_of_an_old_stream_does_not_lose_a_worker_that_is_back() -> Non
     membership = Membership(asyncio.get_running_loop().time)
     server = await start_registry(membership)
     watch = Watch(membership)
-    first = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address))
+    first = asyncio.create_task(Registration(INFO, FakeEngine(), MEMBER).run(server.address))
     await watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
-    second = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address))
+    second = asyncio.create_task(Registration(INFO, FakeEngine(), MEMBER).run(server.address))
     await watch.until(lambda view: not view.cached)  # it has joined anew
     await watch.until(lambda view: view.cached == {b"a"})
     first.cancel()
@@ -233,11 +233,11 @@ async def test_beats_go_on_while_a_snapshot_waits_for_a_long_step() -> None:
     watch = Watch(membership)
     server = await start_registry(membership)
     engine = FakeEngine()
-    agent = RegistryAgent(INFO, engine, MEMBER)
-    running = asyncio.create_task(agent.run(server.address))
+    registration = Registration(INFO, engine, MEMBER)
+    running = asyncio.create_task(registration.run(server.address))
     await watch.until(lambda view: view.cached == {b"a"})
     engine.stuck.clear()
-    agent.ask_snapshot()
+    registration.ask_snapshot()
     seen = membership.views()[0].last_seen_s
     await watch.until(lambda view: view.last_seen_s > seen + 1.0)
     engine.stuck.set()
@@ -255,7 +255,7 @@ async def test_a_router_that_was_stopped_waits_for_what_came_meanwhile(
     membership = Membership(asyncio.get_running_loop().time)
     states: list[WorkerState] = []
     server = await start_registry(membership)
-    agent = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address))
+    running = asyncio.create_task(Registration(INFO, FakeEngine(), MEMBER).run(server.address))
     watch = Watch(membership)
     await watch.until(lambda view: view.load.num_running == 3)
     membership.on_change(lambda view: states.append(view.state))
@@ -267,8 +267,8 @@ async def test_a_router_that_was_stopped_waits_for_what_came_meanwhile(
     seen_s = membership.views()[0].last_seen_s
     await watch.until(lambda view: view.last_seen_s > seen_s + 1)
     assert states == []
-    agent.cancel()
-    await asyncio.gather(agent, return_exceptions=True)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
     await watch.until(lambda view: view.state is WorkerState.LOST)
     expiry.cancel()
     await server.stop(0)
@@ -287,7 +287,7 @@ async def test_a_registration_that_breaks_at_once_costs_few_lines(evidence: Evid
     clock = asyncio.get_running_loop().time
     begun_s = clock()
     with structlog.testing.capture_logs() as lines:
-        running = asyncio.create_task(RegistryAgent(INFO, BrokenEngine(), MEMBER).run(server.address))
+        running = asyncio.create_task(Registration(INFO, BrokenEngine(), MEMBER).run(server.address))
         await asyncio.sleep(8.0)
     watched_s = clock() - begun_s
     running.cancel()
@@ -311,15 +311,15 @@ async def test_a_report_that_the_engine_owes_when_it_stops_is_no_error_in_the_lo
 
     engine, unhandled = Stopping(), []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context["message"]))
-    agent = RegistryAgent(INFO, engine, MEMBER)
+    registration = Registration(INFO, engine, MEMBER)
     sent: asyncio.Queue[worker_pb2.RegisterRequest] = asyncio.Queue()
     engine.stuck.clear()
-    beating = asyncio.create_task(agent.send_heartbeats(sent.put, 60.0))
+    beating = asyncio.create_task(registration.send_heartbeats(sent.put, 60.0))
     assert (await sent.get()).HasField("heartbeat"), "with the last load, because the report has not come"
     await cancel_all([beating])
     engine.stuck.set()
     for _ in range(3):
         await asyncio.sleep(0)
-    del agent, beating
+    del registration, beating
     gc.collect()
     assert unhandled == []

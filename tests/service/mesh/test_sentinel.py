@@ -23,8 +23,8 @@ from tests.fakes.router_model import write_checkpoint
 from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
 from tests.service.mesh.test_registry import FakeEngine
 from tests.waiting import until, until_told
-from worker.agent import RegistryAgent
-from worker.redis_agent import RedisAgent
+from worker.redis_registration import RedisRegistration
+from worker.registration import Registration
 
 KEY = "sentinel " * 4
 CAP = 6
@@ -50,13 +50,13 @@ async def decode_worker(url: str, model_dir: Path) -> AsyncIterator[FakeDecodeWo
     worker = FakeDecodeWorker("decode-0", mesh_key=KEY, **identity)
     worker.pace_s = 0.02
     await worker.start()
-    agent = RegistryAgent(worker.info, FakeEngine(), Credentials(MeshKey(KEY)))
-    registration = asyncio.create_task(RedisAgent(url, MeshKey(KEY), agent).run())
+    registration = Registration(worker.info, FakeEngine(), Credentials(MeshKey(KEY)))
+    running = asyncio.create_task(RedisRegistration(url, MeshKey(KEY), registration).run())
     try:
         yield worker
     finally:
-        registration.cancel()
-        await asyncio.gather(registration, return_exceptions=True)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
         await worker.kill()
 
 

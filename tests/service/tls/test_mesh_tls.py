@@ -38,7 +38,7 @@ from tests.service.fake_router import fake_router
 from tests.service.mesh.test_registry import FakeEngine
 from tests.service.worker_rig import MESH_KEY, worker_rig
 from tests.unit.router.test_membership import INFO
-from worker.agent import RegistryAgent
+from worker.registration import Registration
 from worker.servicer import WorkerServicer
 
 SOON_S = 5.0
@@ -129,9 +129,9 @@ async def test_a_worker_without_the_right_certificate_says_why_it_is_not_in(
     make_mesh: Any, authority: Authority, stranger: Authority
 ) -> None:
     mesh = await make_mesh(**authority.issue("router").settings)
-    agent = RegistryAgent(INFO, FakeEngine(), Credentials(None, stranger.issue("alien").identity))
+    registration = Registration(INFO, FakeEngine(), Credentials(None, stranger.issue("alien").identity))
     with capture_logs() as logs:
-        task = asyncio.create_task(agent.run(mesh.router.coordination.address))
+        task = asyncio.create_task(registration.run(mesh.router.coordination.address))
         await mesh.until(lambda: logs, timeout_s=2 * SOON_S)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

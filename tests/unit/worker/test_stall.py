@@ -11,8 +11,8 @@ from engine.loop import Busy
 from mesh.domain.errors import ConfigurationError, MeshError
 from tests.defects import Repaired
 from worker import worker
-from worker.runtime import watch_stalls
 from worker.settings import WorkerSettings
+from worker.stall_watch import watch_stalls
 
 
 class Engine:

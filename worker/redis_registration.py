@@ -32,7 +32,7 @@ from mesh.rpc.credentials import MeshKey
 from mesh.signed_messages import MessageSigner, Refused
 from mesh.tasks import cancel_all, require_not_cancelled
 from mesh.v1 import worker_pb2
-from worker.agent import RegistryAgent
+from worker.registration import Registration
 
 log = structlog.get_logger(__name__)
 
@@ -41,13 +41,13 @@ _ASK_WAIT_S = 1.0
 _LEAVE_S = 0.5
 
 
-class RedisAgent:
-    """Keeps one worker registered in Redis, with the heartbeats of its RegistryAgent. Raises ConfigurationError."""
+class RedisRegistration:
+    """Keeps one worker registered in Redis, with the heartbeats of its Registration. Raises ConfigurationError."""
 
-    def __init__(self, url: str, key: MeshKey | None, agent: RegistryAgent) -> None:
+    def __init__(self, url: str, key: MeshKey | None, registration: Registration) -> None:
         self._url = url
         self._signer = MessageSigner(require_registry(url, key))
-        self._agent = agent
+        self._registration = registration
         self._refusals = LogLimit(burst=1, lines_per_s=0)
 
     async def run(self) -> None:
@@ -57,13 +57,15 @@ class RedisAgent:
     async def _stay_registered(self, redis: Redis) -> None:
         async with redis.pubsub() as letters:
             # Subscribe before the first heartbeat, because a router may reply to it.
-            await letters.subscribe(name_in(redis, ask_channel(self._agent.info.worker_id)))
+            await letters.subscribe(name_in(redis, ask_channel(self._registration.info.worker_id)))
             require_not_cancelled()
             await self._send_and_listen(redis, letters)
 
     async def _send_and_listen(self, redis: Redis, letters: PubSub) -> None:
         tasks = [
-            asyncio.create_task(self._agent.send_heartbeats(partial(self._publish, redis), HEARTBEAT_INTERVAL_S)),
+            asyncio.create_task(
+                self._registration.send_heartbeats(partial(self._publish, redis), HEARTBEAT_INTERVAL_S)
+            ),
             asyncio.create_task(self._listen(letters)),
         ]
         try:
@@ -74,7 +76,7 @@ class RedisAgent:
         except asyncio.CancelledError:
             with contextlib.suppress(*FAILURES):
                 async with asyncio.timeout(_LEAVE_S):
-                    if not self._agent.state.is_gone:
+                    if not self._registration.state.is_gone:
                         await self._publish_loss(redis)
                     await self._leave(redis)
             raise
@@ -91,23 +93,23 @@ class RedisAgent:
             if message["data"]:
                 self._note_refusal(message["data"])
             else:
-                self._agent.ask_snapshot()
+                self._registration.ask_snapshot()
                 await asyncio.sleep(_SNAPSHOT_INTERVAL_S)
 
     def _note_refusal(self, letter: bytes) -> None:
         """Log the refusal once. The worker stays registered: another router may accept it, or this one after an
         update."""
         try:
-            reason = self._signer.verify_refusal(self._agent.info.incarnation, letter)
+            reason = self._signer.verify_refusal(self._registration.info.incarnation, letter)
         except Refused:
             return
         if self._refusals.admit(reason) is not None:
-            log.error("a router refuses this worker", worker=self._agent.info.worker_id, error=reason)
+            log.error("a router refuses this worker", worker=self._registration.info.worker_id, error=reason)
 
     async def _publish(self, redis: Redis, request: worker_pb2.RegisterRequest) -> None:
         """Sign and publish one message. A heartbeat is also stored for routers that start later."""
-        signed = self._signer.sign(self._agent.info, request)
-        worker_id = self._agent.info.worker_id
+        signed = self._signer.sign(self._registration.info, request)
+        worker_id = self._registration.info.worker_id
         async with redis.pipeline(transaction=False) as pipe:
             if request.HasField("heartbeat"):
                 pipe.set(name_in(redis, record_key(worker_id)), signed, px=int(RECORD_TTL_S * 1000))
@@ -120,11 +122,12 @@ class RedisAgent:
         """Tell the routers, which need not wait for the record to expire then."""
         loss = worker_pb2.Heartbeat(state=wire.state_to_proto(WorkerState.LOST))
         await redis.publish(
-            name_in(redis, HEARTBEATS), self._signer.sign(self._agent.info, worker_pb2.RegisterRequest(heartbeat=loss))
+            name_in(redis, HEARTBEATS),
+            self._signer.sign(self._registration.info, worker_pb2.RegisterRequest(heartbeat=loss)),
         )
 
     async def _leave(self, redis: Redis) -> None:
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.delete(name_in(redis, record_key(self._agent.info.worker_id)))
-            pipe.zrem(name_in(redis, WORKERS), self._agent.info.worker_id)
+            pipe.delete(name_in(redis, record_key(self._registration.info.worker_id)))
+            pipe.zrem(name_in(redis, WORKERS), self._registration.info.worker_id)
             await pipe.execute()

@@ -2,8 +2,8 @@
 
 A model is loaded by these functions, from the outside in:
 
-    download_and_load_host       downloads it if needed, limits the time, reports progress and memory
-      load_engine_host           engine_settings.py; then the runner, the drafter, the scheduler           -> EngineHost
+    download_and_load_engine     downloads it if needed, limits the time, reports progress and memory
+      load_engine                engine_settings.py; then the runner, the drafter, the scheduler      -> LoadedEngine
         load_runner_with_ranks   ends the process when a rank ends; load tests pass another `LoadRunner` instead
           load_ranked_runner     engine/ranks/launch.py: starts ranks that share memory; goes straight on without
             load_model_runner    engine/loading/load_runner.py: weights, KV cache, attention of one rank  -> ModelRunner
@@ -53,7 +53,7 @@ from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
 from worker.engine_settings import EngineLimits, engine_settings, longest_sequence
 from worker.load_watch import STALLED_S, LoadProgress, limited, peak_memory
-from worker.ranks.link import RankLink
+from worker.ranks.connection import RankConnection
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
 from worker.settings import WorkerSettings
@@ -61,7 +61,7 @@ from worker.settings import WorkerSettings
 log = structlog.get_logger(__name__)
 
 
-class HostedRunner(Runner, Protocol):
+class LoadedRunner(Runner, Protocol):
     """A runner with its KV cache. Plug point: ModelRunner, and tandem_cli.load_test.paced.PacedRunner."""
 
     @property
@@ -80,16 +80,16 @@ class HostedRunner(Runner, Protocol):
         ...
 
 
-LoadRunner = Callable[[RunnerSettings, Progress | None], HostedRunner]
+LoadRunner = Callable[[RunnerSettings, Progress | None], LoadedRunner]
 """Loads a runner, and reports the loaded fraction of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineHost:
+class LoadedEngine:
     """A loaded model with its scheduler, ready to run as an Engine."""
 
     settings: WorkerSettings
-    runner: HostedRunner
+    runner: LoadedRunner
     scheduler: Scheduler
     speculator: Speculator | None
     degrees: Degrees
@@ -97,7 +97,7 @@ class EngineHost:
     adapters: tuple[AdapterFiles, ...]
     load_seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase, see engine.loading.times; "other" is what no phase counts."""
-    rank_links: tuple[RankLink, ...] = ()
+    rank_connections: tuple[RankConnection, ...] = ()
     """To ranks that share no memory with the leader, and move their KV themselves."""
 
     def engine(self) -> Engine:
@@ -129,12 +129,12 @@ class EngineHost:
         )
 
 
-def load_engine_host(
+def load_engine(
     settings: WorkerSettings,
     limits: EngineLimits,
     on_progress: Progress | None = None,
     load: LoadRunner = load_model_runner,
-) -> EngineHost:
+) -> LoadedEngine:
     """Load the model and size the KV cache. Raises ConfigurationError."""
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     config = load_config(Path(settings.model), settings.rope_override())
@@ -177,7 +177,7 @@ def load_engine_host(
     )
     disk = None if weights is None else _kv_disk(settings, scheduler_config, runner, weights)
     scheduler = _scheduler(scheduler_config, runner.kv_cache, disk)
-    return EngineHost(settings, runner, scheduler, speculator, runner_settings.degrees, disk, adapters)
+    return LoadedEngine(settings, runner, scheduler, speculator, runner_settings.degrees, disk, adapters)
 
 
 def _scheduler(config: SchedulerConfig, cache: AnyKVCache, disk: DiskCache | None) -> Scheduler:
@@ -211,7 +211,7 @@ def _weights_of_kv(settings: WorkerSettings) -> WeightFiles | None:
 
 
 def _kv_disk(
-    settings: WorkerSettings, config: SchedulerConfig, runner: HostedRunner, weights: WeightFiles
+    settings: WorkerSettings, config: SchedulerConfig, runner: LoadedRunner, weights: WeightFiles
 ) -> DiskCache | None:
     """None for models whose prompts share no KV. Raises ConfigurationError.
 
@@ -228,7 +228,7 @@ def _kv_disk(
     return DiskCache(BlockFiles(Path(settings.kv_disk), kind, layout.block_bytes, max_bytes), runner.kv_cache)
 
 
-def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load: LoadRunner) -> EngineHost:
+def download_and_load_engine(settings: WorkerSettings, limits: EngineLimits, load: LoadRunner) -> LoadedEngine:
     """Find or download the model's folder and build the engine. Raises ConfigurationError.
 
     Ends the process if loading takes longer than `model_loading_timeout`, or, without that, makes no progress. The
@@ -246,17 +246,17 @@ def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load:
         measured_load() as phases,
         noticing_compilation(lambda: announce("compiling")),
     ):
-        host = load_engine_host(located, limits, progress, load)
+        loaded = load_engine(located, limits, progress, load)
     seconds = time.monotonic() - begun_s
     phases["other"] = max(0.0, seconds - sum(phases.values()))
-    memory_share = host.runner.kv_cache.memory_share
+    memory_share = loaded.runner.kv_cache.memory_share
     if memory_share is not None:
         log.info("KV memory", summary=memory_share.summary)
         announce("kv_memory", summary=memory_share.summary)
     about = {"folder": located.model, "seconds": round(seconds, 2), "phases": rounded(phases)}
-    log.info("model loaded", **about, **peak_memory(host.runner.kv_cache.tensor.device))
-    links = tuple(link for listener in listeners for link in listener.links)
-    return replace(host, load_seconds=phases, rank_links=links)
+    log.info("model loaded", **about, **peak_memory(loaded.runner.kv_cache.tensor.device))
+    connections = tuple(connection for listener in listeners for connection in listener.connections)
+    return replace(loaded, load_seconds=phases, rank_connections=connections)
 
 
 def load_runner_with_ranks(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
@@ -278,7 +278,7 @@ def _load_runner_with_remote_ranks(
     load: LoadRunner,
     runner_settings: RunnerSettings,
     on_progress: Progress | None = None,
-) -> HostedRunner:
+) -> LoadedRunner:
     """As `load`, which loads models of one rank, such as a draft model. Other ranks dial in to a listener, which is
     added to `listeners`: processes that it starts on this machine's devices, or, with rank_listen, from other machines.
     """

@@ -1,4 +1,4 @@
-"""A rank's work between its start and the end of its worker, and what the worker learns if the rank fails."""
+"""A rank that shares memory with its leader: loads its share, executes commands, and tells the leader if it fails."""
 
 import os
 import socket

@@ -18,7 +18,7 @@ from mesh.v1 import rank_pb2
 from worker.settings import WorkerSettings
 
 
-class RankLink:
+class RankConnection:
     """The connection to one rank, which holds the KV of `span`. Implements kvtransfer.ranks.RankPeer."""
 
     def __init__(self, rank: int, host: str, span: KVSpan) -> None:
@@ -97,7 +97,9 @@ class RankLink:
         return self.error or WorkerLost(f"rank {self.rank} ({self.host}) is lost")
 
 
-def set_up_kv(links: Sequence[RankLink], settings: WorkerSettings, info: WorkerInfo) -> tuple[KVEndpoint, ...]:
+def set_up_kv(
+    connections: Sequence[RankConnection], settings: WorkerSettings, info: WorkerInfo
+) -> tuple[KVEndpoint, ...]:
     """Let the ranks move KV, as those of this worker. Returns where a decode worker's ranks take it, that of the leader
     without address; nothing for other workers. Raises MeshError.
     """
@@ -105,14 +107,17 @@ def set_up_kv(links: Sequence[RankLink], settings: WorkerSettings, info: WorkerI
     setup = rank_pb2.KvSetup(
         transports=settings.transports, worker_id=info.worker_id, incarnation=info.incarnation if takes_kv else ""
     )
-    answers = [(link, link.ask(rank_pb2.KvOrder(setup=setup))) for link in links]
-    ports = [(link, answer.result().port) for link, answer in answers]
-    if not takes_kv or not links:
+    answers = [(connection, connection.ask(rank_pb2.KvOrder(setup=setup))) for connection in connections]
+    ports = [(connection, answer.result().port) for connection, answer in answers]
+    if not takes_kv or not connections:
         return ()
     layout, degrees = info.layout, Degrees(info.tensor_parallel, info.pipeline_parallel)
     own_endpoint = KVEndpoint("", kv_spans(layout.num_layers, layout.num_kv_heads, degrees)[0])
     host = "" if settings.rank_listen else settings.advertise_host or settings.host  # they listen where the worker does
-    return (own_endpoint, *(KVEndpoint(join_host(host or link.host, port), link.span) for link, port in ports))
+    return (
+        own_endpoint,
+        *(KVEndpoint(join_host(host or connection.host, port), connection.span) for connection, port in ports),
+    )
 
 
 def own_address(hosts: list[str]) -> str:

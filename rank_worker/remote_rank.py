@@ -38,13 +38,13 @@ from mesh.domain.errors import (
 )
 from mesh.logs import flush_outputs
 from mesh.metrics import new_registry, serving_metrics
+from mesh.parent import die_with
 from mesh.process import announce, ending_if_stuck, keep_freed_memory, until_stopped
 from mesh.rpc.channel import open_channel
 from mesh.rpc.status import error_from_rpc
 from mesh.tasks import Backoff, call_on
 from mesh.v1 import rank_pb2, rank_pb2_grpc
 from rank_worker.kv import RankKV
-from rank_worker.lifetime import die_with
 from rank_worker.settings import RankSettings
 from worker.load_watch import LoadProgress, limited
 from worker.ranks.server import RANK_KEEPALIVE_MS, versions

@@ -69,8 +69,8 @@ class ReportSource(Protocol):
         ...
 
 
-class RegistryAgent:
-    """Makes one worker's heartbeats. `run` sends them to one router; RedisAgent sends them to Redis.
+class Registration:
+    """Makes one worker's heartbeats. `run` sends them to one router; RedisRegistration sends them to Redis.
 
     Heartbeats report `state`, which the owner may change. One that says that the worker is gone is the last.
     """

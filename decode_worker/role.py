@@ -9,7 +9,7 @@ from decode_worker.settings import DecodeSettings
 from engine.kv.sharded_cache import AnyKVCache
 from engine.loop import EngineLoop
 from engine.settings import graph_sizes
-from kvtransfer import KVReceiver, RankedReceiver, ReceiverCallbacks, TransferSettings
+from kvtransfer import KVReceiver, MultiRankReceiver, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import decode_pb2_grpc
 from worker.engine_settings import EngineLimits
@@ -43,7 +43,7 @@ def _open(
     incarnation = runtime.info.incarnation
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
     # The receiver calls `service`, which is built after it, and not before the server starts.
-    receiver = RankedReceiver(
+    receiver = MultiRankReceiver(
         lambda callbacks: KVReceiver(kv_cache, incarnation, callbacks, transfer_settings),
         rank_connections,
         ReceiverCallbacks(

@@ -26,7 +26,7 @@ import structlog
 from decode_worker.session import Event, Failed, Reserved, Session, SessionEntry, Step
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceState
-from kvtransfer import ExpectedTransfer, RankedReceiver
+from kvtransfer import ExpectedTransfer, MultiRankReceiver
 from mesh.domain.errors import (
     InvalidRequest,
     LayoutMismatch,
@@ -66,7 +66,7 @@ class DecodeService:
     def __init__(
         self,
         engine: EngineLoop,
-        receiver: RankedReceiver,
+        receiver: MultiRankReceiver,
         *,
         layout: KVLayout,
         is_draining: Callable[[], bool],
@@ -179,13 +179,14 @@ class DecodeService:
         ready_tokens = await self._engine.call(lambda scheduler: scheduler.reserve(sequence))
         if sequence.key not in self._entries:
             return  # it was aborted meanwhile; the abort waits for this task and frees the blocks
+        layout, num_tokens = self._layout, sequence.num_tokens
         await self._receiver.expect(
             ExpectedTransfer(
                 transfer_id=transfer_id,
                 attempt=sequence.spec.attempt,
-                block_ids=self._layout.sent_blocks(sequence.block_table, sequence.num_tokens),
-                first_block=self._layout.num_sent_before(sequence.num_tokens, ready_tokens // self._layout.block_size),
-                num_tokens=sequence.num_tokens,
+                block_ids=layout.transfer_blocks(sequence.block_table, num_tokens),
+                first_block=layout.first_transfer_index(num_tokens, ready_tokens // layout.block_size),
+                num_tokens=num_tokens,
             )
         )
         entry.transfer_id = transfer_id

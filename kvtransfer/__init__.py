@@ -23,6 +23,16 @@ A transfer holds a lease. From open to commit the sender renews the lease, even 
 receiver confirms. Each side ends the transfer after `lease_s` without a message from the other, so a dead, stopped or
 disconnected peer never holds blocks for longer. A reservation that no sender opens ends after `opening_lease_s`.
 
+Words, from the outside in:
+
+transfer       the KV of one prompt from a prefill worker to a decode worker; it numbers its blocks, see
+               KVLayout.transfer_entries
+shard          what one rank sends to one rank; most workers have one rank, so the transfer is the shard
+conversation   the messages about a shard, in one call: over gRPC, or over a link, a Unix socket of this machine
+path           the way of the payload: a transport, such as shared memory, towards one receiver
+chunk, slot    what is sent, checked and acknowledged at once; the memory for its payload on the sender's side
+extent         the blocks, layers and heads that a chunk has
+
 The prefill worker's side:
 
 sender.py                  KVSender, the entry point, and OutgoingTransfer, the handle of one transfer
@@ -47,7 +57,7 @@ transports/                payload paths; base.py is the interface for another o
 from kvtransfer.incoming_transfer import ExpectedTransfer
 from kvtransfer.messages import SERVICE_NAME
 from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
-from kvtransfer.ranks import Outgoing, RankedReceiver, RankedSender
+from kvtransfer.ranks import AnyOutgoingTransfer, MultiRankReceiver, MultiRankSender
 from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from kvtransfer.settings import TransferSettings
@@ -55,14 +65,14 @@ from kvtransfer.store import KVStore
 
 __all__ = [
     "SERVICE_NAME",
+    "AnyOutgoingTransfer",
     "ExpectedTransfer",
     "KVReceiver",
     "KVSender",
     "KVStore",
-    "Outgoing",
+    "MultiRankReceiver",
+    "MultiRankSender",
     "OutgoingTransfer",
-    "RankedReceiver",
-    "RankedSender",
     "ReceiverCallbacks",
     "TransferResult",
     "TransferSettings",

@@ -1,4 +1,4 @@
-"""Chunks and their extents: (layer, head, block position) cells, how they are cut and checksummed, which have arrived.
+"""Chunks and their extents: (layer, head, block) cells, how they are cut and checksummed, which have arrived.
 
 A chunk's xxh3-64 is seeded with a hash of transfer id, attempt, sequence number, extent and length. Correct bytes of
 another transfer, attempt or extent therefore fail verification. This guards against faults, not against a malicious
@@ -22,7 +22,7 @@ _FOLD = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Some block positions of some layers and KV heads."""
+    """Some blocks of a transfer, by index, in some layers and KV heads."""
 
     blocks: Span
     span: KVSpan
@@ -32,7 +32,7 @@ class Extent:
         return self.blocks.count * self.span.num_layer_heads * layout.cell_bytes
 
     def is_inside(self, blocks: Span, span: KVSpan) -> bool:
-        """Return True if the extent is not empty and lies within these block positions, layers and heads."""
+        """Return True if the extent is not empty and lies within these blocks, layers and heads."""
         return self.blocks.is_inside(blocks) and self.span.is_inside(span)
 
     def joined(self, other: "Extent") -> "Extent | None":
@@ -109,7 +109,7 @@ class ExtentQueue:
 
 
 class Coverage:
-    """Records which (layer, head, block position) cells of a transfer have arrived. Each must arrive exactly once."""
+    """Records which (layer, head, block) cells of a transfer have arrived. Each must arrive exactly once."""
 
     def __init__(self, blocks: Span, span: KVSpan) -> None:
         self._blocks = blocks

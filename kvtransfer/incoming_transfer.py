@@ -22,10 +22,10 @@ from mesh.rpc.server import MAX_MESSAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTransfer:
-    """A transfer that a decode worker has reserved blocks for. `block_ids` covers all block positions of the prompt
-    that are sent, see KVLayout.sent_entries.
+    """A transfer that a decode worker has reserved blocks for. `block_ids` are this worker's blocks, by index in the
+    transfer (KVLayout.transfer_entries).
 
-    Positions before `first_block` hold valid KV already and are never written.
+    Blocks before `first_block` hold valid KV already and are never written.
     """
 
     transfer_id: str
@@ -34,23 +34,28 @@ class ExpectedTransfer:
     first_block: int
     num_tokens: int
 
+    def require_fits(self, layout: KVLayout) -> None:
+        """Raise ValueError unless there is a block for all that is sent of so many tokens."""
+        num_blocks = len(self.block_ids)
+        if num_blocks != layout.num_transfer_blocks(self.num_tokens):
+            raise ValueError(f"{num_blocks} blocks are reserved for {self.num_tokens} tokens")
+        if not 0 <= self.first_block <= num_blocks:
+            raise ValueError(f"first_block {self.first_block} is outside of {num_blocks} blocks")
 
-class TransferChecks:
-    """Checks each message about one shard of a transfer, the KV of `span`, and counts the chunks that have arrived."""
+
+class ShardChecks:
+    """Checks each message about one shard of a transfer, the KV of `span`, and counts the chunks that have arrived.
+    `expected` fits `layout`.
+    """
 
     def __init__(self, expected: ExpectedTransfer, layout: KVLayout, span: KVSpan) -> None:
-        num_blocks = len(expected.block_ids)
-        if num_blocks != layout.num_sent_for(expected.num_tokens):
-            raise ValueError(f"{num_blocks} blocks are reserved for {expected.num_tokens} tokens")
-        if not 0 <= expected.first_block <= num_blocks:
-            raise ValueError(f"first_block {expected.first_block} is outside of {num_blocks} blocks")
         self.expected = expected
         self.num_bytes = 0
         self.is_committing = False
         """The commit has come; chunks may still be on their way into the store."""
         self._layout = layout
         self._seed = transfer_seed(expected.transfer_id, expected.attempt)
-        self._coverage = Coverage(Span(expected.first_block, num_blocks - expected.first_block), span)
+        self._coverage = Coverage(Span(expected.first_block, len(expected.block_ids) - expected.first_block), span)
         self._digest = Digest()
         self._num_chunks = 0
         self._num_acknowledged = 0  # a count of its own, because another thread may acknowledge than accepts
@@ -82,7 +87,7 @@ class TransferChecks:
         """Return the seed of the chunk's checksum."""
         return chunk_seed(self._seed, chunk.sequence_number, chunk.extent, chunk.num_bytes)
 
-    def check_sum(self, chunk: TransferChunk, checksum: int) -> None:
+    def check_checksum(self, chunk: TransferChunk, checksum: int) -> None:
         """Raise TransferCorrupt unless `checksum`, of what was written, is the chunk's."""
         if checksum != chunk.checksum:
             raise TransferCorrupt(f"chunk {chunk.sequence_number} does not match its checksum")
@@ -103,7 +108,7 @@ class TransferChecks:
             raise TransferCorrupt("the digest of all chunks does not match")
 
     def block_ids(self, extent: Extent) -> tuple[int, ...]:
-        """Return this worker's block ids for the block positions of `extent`."""
+        """Return this worker's ids of the blocks of `extent`."""
         return self.expected.block_ids[extent.blocks.first : extent.blocks.end]
 
 

@@ -42,8 +42,8 @@ _MAX_HEADER_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class TransferOpen:
-    """The first message: announces the KV of `span` in block positions [first_block, end_block). The receiver has the
-    positions before `first_block` already."""
+    """The first message: announces the KV of `span` in blocks [first_block, end_block). The receiver has the blocks
+    before `first_block` already."""
 
     transfer_id: str
     attempt: int
@@ -138,7 +138,7 @@ def _reply_to_proto(reply: ReceiverMessage) -> pb.PushResponse:
             transport=reply.transport,
             credit_chunks=reply.credit_chunks,
             lease=duration_to_proto(reply.lease_s),
-            store=reply.rendezvous,
+            rendezvous=reply.rendezvous,
         )
         return pb.PushResponse(granted=granted)
     if isinstance(reply, Ack):
@@ -154,7 +154,7 @@ def reply_from_proto(response: pb.PushResponse) -> ReceiverMessage:
     if kind == "granted":
         granted = response.granted
         lease_s = duration_from_proto(granted.lease)
-        return Granted(granted.transport, granted.credit_chunks, lease_s, dict(granted.store))
+        return Granted(granted.transport, granted.credit_chunks, lease_s, dict(granted.rendezvous))
     if kind == "ack":
         return Ack(response.ack.sequence_number)
     if kind == "renewed":
@@ -211,13 +211,13 @@ def _offer_to_proto(offer: TransportOffer) -> pb.TransportOffer:
         arena_bytes=offer.arena_bytes,
         pair=offer.pair,
         host=offer.host,
-        store=offer.rendezvous,
+        rendezvous=offer.rendezvous,
     )
 
 
 def _offer_from_proto(offer: pb.TransportOffer) -> TransportOffer:
     return TransportOffer(
-        offer.name, offer.arena, offer.nonce, offer.arena_bytes, offer.pair, offer.host, dict(offer.store)
+        offer.name, offer.arena, offer.nonce, offer.arena_bytes, offer.pair, offer.host, dict(offer.rendezvous)
     )
 
 

@@ -33,7 +33,7 @@ from kvtransfer.messages import (
     TransferOpen,
     request_to_bytes,
 )
-from kvtransfer.push_call import ChannelPool, LinkCall, PushCall
+from kvtransfer.push_call import ConnectionPool, LinkCall, PushCall
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.transports.base import SendPath, SendTransport, Slot
@@ -45,10 +45,10 @@ from mesh.tasks import run_to_end, task_group
 
 @dataclass(frozen=True, slots=True)
 class TransferSpec:
-    """A transfer of the KV of `span` of one prompt. `block_ids` are the sender's blocks, by block position
-    (KVLayout.sent_entries).
+    """A transfer of the KV of `span` of one prompt. `block_ids` are the sender's blocks, by index in the transfer
+    (KVLayout.transfer_entries).
 
-    The receiver has the positions before `first_block` already; they are never sent.
+    The receiver has the blocks before `first_block` already; they are never sent.
     """
 
     transfer_id: str
@@ -76,7 +76,7 @@ class SenderResources:
     metadata: Metadata
     settings: TransferSettings
     transports: tuple[SendTransport, ...]
-    channels: ChannelPool
+    connections: ConnectionPool
     executor: Executor
 
 
@@ -124,7 +124,7 @@ class OutgoingConversation:
         """Run from open to committed. Raises MeshError; any other error is a bug or a broken store."""
         resources, receiver = self._resources, (self._spec.address, self._spec.receiver_incarnation)
         link = resources.transports[0].link(*receiver)
-        with resources.channels.use(self._spec.address) as connection:
+        with resources.connections.use(self._spec.address) as connection:
             async with self._watchdog.watch():
                 if link is not None:
                     linked = LinkCall(link.call())

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import grpc
 
 from kvtransfer.messages import SERVICE_NAME, ReceiverMessage, reply_from_proto
-from kvtransfer.transports.kept_pool import KeptPool
 from kvtransfer.transports.link import Call
+from kvtransfer.transports.resource_pool import ResourcePool
 from mesh.domain.errors import MeshError, ReceiverLost, TransferFailed, WorkerLost
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Metadata, TlsIdentity
@@ -40,34 +40,34 @@ class Connection:
         spawn(self._closing, self.channel.close())
 
 
-class ChannelPool:
+class ConnectionPool:
     """Connections by address, for use on one event loop."""
 
     def __init__(self, idle_s: float, tls: TlsIdentity | None, max_chunks: int) -> None:
         self._tls = tls
         self._max_chunks = max_chunks
-        self._kept: KeptPool[str, Connection] = KeptPool(None, idle_s)
+        self._pool: ResourcePool[str, Connection] = ResourcePool(None, idle_s)
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._pool)
 
     @contextmanager
     def use(self, address: str) -> Iterator[Connection]:
         """Yield the connection to `address`, which stays open while the block runs."""
-        connection = self._kept.get(address) or self._kept.add(
+        connection = self._pool.get(address) or self._pool.add(
             address, lambda: Connection(address, self._tls, self._max_chunks, self._closing)
         )
         assert connection is not None, "the pool has no limit"
-        self._kept.use(connection)
+        self._pool.use(connection)
         try:
             yield connection
         finally:
-            self._kept.leave(connection)
+            self._pool.leave(connection)
 
     async def close(self) -> None:
-        """Close all channels. None may be in use."""
-        self._kept.close()
+        """Close all connections. None may be in use."""
+        self._pool.close()
         if self._closing:
             await asyncio.wait(self._closing)
 

@@ -1,7 +1,7 @@
 """KV that lies in other ranks of the worker: transfers are theirs, and the leader tells them which.
 
-    PrefillService ──▶ RankedSender    from each rank a shard to each rank of the decode worker that needs its KV
-    DecodeService  ──▶ RankedReceiver  each rank takes its part; committed once all have theirs
+    PrefillService ──▶ MultiRankSender    from each rank a shard to each rank of the decode worker that needs its KV
+    DecodeService  ──▶ MultiRankReceiver  each rank takes its shards; committed once all ranks have theirs
 
 KV goes from rank to rank, as described in `__init__.py`: a conversation for each shard. Orders to a rank go over
 the connection of `protos/mesh/v1/rank.proto`. The worker ends if it loses a rank.
@@ -95,41 +95,41 @@ class RemoteShard:
             await _abort(self._rank, self._number)
 
 
-OutgoingShard = OutgoingTransfer | RemoteShard
+AnyShard = OutgoingTransfer | RemoteShard
 
 
-class OutgoingShards:
+class ShardedTransfer:
     """A transfer of several shards. The methods are those of OutgoingTransfer, on the event loop. If one shard fails,
     all are aborted.
     """
 
-    def __init__(self, parts: Sequence[tuple[KVSpan, OutgoingShard]]) -> None:
-        self._parts = parts
+    def __init__(self, shards: Sequence[tuple[KVSpan, AnyShard]]) -> None:
+        self._shards = shards
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(mark_retrieved)
 
     def announce(self, blocks: Span, layers: Span) -> None:
-        for span, part in self._parts:
-            if (of_part := layers.intersection(span.layers)) is not None:
-                part.announce(blocks, of_part)
+        for span, shard in self._shards:
+            if (of_shard := layers.intersection(span.layers)) is not None:
+                shard.announce(blocks, of_shard)
 
     async def commit(self, num_tokens: int, first_token_id: int) -> TransferResult:
-        for _, part in self._parts:
-            part.finish(num_tokens, first_token_id)
+        for _, shard in self._shards:
+            shard.finish(num_tokens, first_token_id)
         return await self.ended()
 
     async def ended(self) -> TransferResult:
         return await asyncio.shield(self._task)
 
     async def abort(self) -> None:
-        await asyncio.gather(*(part.abort() for _, part in self._parts))
+        await asyncio.gather(*(shard.abort() for _, shard in self._shards))
         await asyncio.wait([self._task])
 
     async def _run(self) -> TransferResult:
         try:
-            results = await asyncio.gather(*(part.ended() for _, part in self._parts))
+            results = await asyncio.gather(*(shard.ended() for _, shard in self._shards))
         except MeshError:
-            await asyncio.gather(*(part.abort() for _, part in self._parts))
+            await asyncio.gather(*(shard.abort() for _, shard in self._shards))
             raise
         return TransferResult(
             "+".join(sorted({result.transport for result in results})),
@@ -138,7 +138,7 @@ class OutgoingShards:
         )
 
 
-class RankedSender:
+class MultiRankSender:
     """Sends the KV of all ranks. `own` sends that of this process."""
 
     def __init__(self, own: KVSender, ranks: Sequence[RankPeer] = ()) -> None:
@@ -165,19 +165,19 @@ class RankedSender:
                 )
         return receivers
 
-    def open(self, spec: TransferSpec, receivers: Sequence[KVEndpoint]) -> "Outgoing":
+    def open(self, spec: TransferSpec, receivers: Sequence[KVEndpoint]) -> "AnyOutgoingTransfer":
         """Start a transfer of `spec` to the ranks of a decode worker, each of which gets its part. Later errors are
         raised by `commit`.
         """
-        parts: list[tuple[KVSpan, OutgoingShard]] = []
+        opened: list[tuple[KVSpan, AnyShard]] = []
         shards = self._shards_to(receivers)
         for shard in shards:
-            part = replace(spec, address=receivers[shard.target].address, span=shard.span)
-            own = self._own.open(part) if shard.source == 0 else None
+            shard_spec = replace(spec, address=receivers[shard.target].address, span=shard.span)
+            own = self._own.open(shard_spec) if shard.source == 0 else None
             if own is not None and len(shards) == 1:
                 return own
-            parts.append((shard.span, own or RemoteShard(self._ranks[shard.source - 1], part)))
-        return OutgoingShards(parts)
+            opened.append((shard.span, own or RemoteShard(self._ranks[shard.source - 1], shard_spec)))
+        return ShardedTransfer(opened)
 
     async def close(self) -> None:
         await self._own.close()
@@ -187,22 +187,22 @@ class RankedSender:
         return plan_shards(spans, [receiver.span for receiver in receivers])
 
 
-Outgoing = OutgoingTransfer | OutgoingShards
+AnyOutgoingTransfer = OutgoingTransfer | ShardedTransfer
 
 
 @dataclass(slots=True)
 class _Expected:
-    """A transfer that comes to several ranks. `own`: the first token, as it came with this process's part. `parts`:
-    other ranks with the numbers of their orders.
+    """A transfer that comes to several ranks. `own_token`: the first token, as it came with this process's part.
+    `orders`: the other ranks, with the number of the order to each.
     """
 
-    own: "asyncio.Future[int]"
-    parts: list[tuple[RankPeer, int]] = field(default_factory=list)
+    own_token: "asyncio.Future[int]"
+    orders: list[tuple[RankPeer, int]] = field(default_factory=list)
     is_aborted: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
 
 
-class RankedReceiver:
+class MultiRankReceiver:
     """Receives KV into all ranks; methods and callbacks are those of KVReceiver. `open_own` makes the receiver of this
     process.
     """
@@ -228,11 +228,11 @@ class RankedReceiver:
             return
         transfer = _Expected(asyncio.get_running_loop().create_future())
         self._expected[expected.transfer_id] = transfer
-        registered, tokens = [], [transfer.own]
+        registered, tokens = [], [transfer.own_token]
         for rank in self._ranks:
             order = rank_pb2.KvOrder(expect=_expect_to_proto(expected))
             registered.append(_answer(rank.ask(order)))
-            transfer.parts.append((rank, order.number))
+            transfer.orders.append((rank, order.number))
             collected = rank.ask(rank_pb2.KvOrder(collect=rank_pb2.KvCollect(expect=order.number)))
             tokens.append(asyncio.ensure_future(_first_token_id(_answer(collected))))
         transfer.task = asyncio.create_task(self._follow(expected.transfer_id, transfer, tokens))
@@ -269,9 +269,9 @@ class RankedReceiver:
             except MeshError as error:
                 outcome = error
         if isinstance(outcome, MeshError):
-            stops = (_abort(rank, number) for rank, number in transfer.parts)
+            stops = (_abort(rank, number) for rank, number in transfer.orders)
             await asyncio.gather(self.own.abort(transfer_id), *stops)
-        transfer.own.cancel()
+        transfer.own_token.cancel()
         del self._expected[transfer_id]
         if transfer.is_aborted.is_set():
             return
@@ -281,10 +281,10 @@ class RankedReceiver:
             self._callbacks.on_committed(transfer_id, outcome)
 
     def _on_own_committed(self, transfer_id: str, first_token_id: int) -> None:
-        self._expected[transfer_id].own.set_result(first_token_id)
+        self._expected[transfer_id].own_token.set_result(first_token_id)
 
     def _on_own_failed(self, transfer_id: str, error: MeshError) -> None:
-        self._expected[transfer_id].own.set_exception(error)
+        self._expected[transfer_id].own_token.set_exception(error)
 
 
 def _expect_to_proto(expected: ExpectedTransfer) -> rank_pb2.KvExpect:

@@ -27,7 +27,7 @@ import grpc
 import structlog
 
 from kvtransfer.direct_writes import DirectWrites
-from kvtransfer.incoming_transfer import ExpectedTransfer, IncomingShards, TransferChecks
+from kvtransfer.incoming_transfer import ExpectedTransfer, IncomingShards, ShardChecks
 from kvtransfer.messages import (
     SERVICE_NAME,
     Ack,
@@ -108,7 +108,7 @@ class KVReceiver:
         transfer_id = expected.transfer_id
         if transfer_id in self._incoming:
             raise ValueError(f"transfer {transfer_id} is expected already")
-        TransferChecks(expected, self._store.layout, self._store.span)
+        expected.require_fits(self._store.layout)
         loop = asyncio.get_running_loop()
         opening_lease = loop.call_later(self._settings.opening_lease_s, self._never_opened, transfer_id)
         self._incoming[transfer_id] = _Incoming(expected, IncomingShards(self._store.span), opening_lease)
@@ -193,7 +193,7 @@ class KVReceiver:
         assert task is not None
         incoming.conversations.add(task)
         try:
-            checks = TransferChecks(incoming.expected, self._store.layout, opening.span)
+            checks = ShardChecks(incoming.expected, self._store.layout, opening.span)
             checks.check_open(opening)
             incoming.shards.open(opening.span)
             if incoming.shards.is_opened:
@@ -227,7 +227,7 @@ class KVReceiver:
 
     async def _receive_chunks(
         self,
-        checks: TransferChecks,
+        checks: ShardChecks,
         opening: TransferOpen,
         read: Read,
         reply: Reply,
@@ -274,7 +274,7 @@ class KVReceiver:
             raise LeaseExpired(f"the sender has sent nothing for {lease_s:g} s") from None
 
     async def _write_on_executor(
-        self, checks: TransferChecks, source: PayloadSource, chunk: TransferChunk, reply: Reply
+        self, checks: ShardChecks, source: PayloadSource, chunk: TransferChunk, reply: Reply
     ) -> None:
         async with source.arrived(chunk.payload, chunk.num_bytes) as payload:
             here = replace(chunk, payload=payload)
@@ -284,7 +284,7 @@ class KVReceiver:
             reply(Ack(chunk.sequence_number))
 
     def _write_on_link_thread(
-        self, checks: TransferChecks, source: PayloadSource, reply: Reply, chunk: TransferChunk
+        self, checks: ShardChecks, source: PayloadSource, reply: Reply, chunk: TransferChunk
     ) -> None:
         """Runs on a link's thread."""
         with self._copying:
@@ -292,11 +292,11 @@ class KVReceiver:
         checks.acknowledge(chunk)
         reply(Ack(chunk.sequence_number))
 
-    def _verify_and_write(self, checks: TransferChecks, source: PayloadSource, chunk: TransferChunk) -> None:
+    def _verify_and_write(self, checks: ShardChecks, source: PayloadSource, chunk: TransferChunk) -> None:
         """Runs on a thread. A corrupt chunk may be partly written; its blocks stay invisible until the commit."""
         payload = source.fetch(chunk.payload, chunk.num_bytes)
         block_ids, span = checks.block_ids(chunk.extent), chunk.extent.span
-        checks.check_sum(chunk, self._store.copy_in(block_ids, span, payload, checks.chunk_seed(chunk)))
+        checks.check_checksum(chunk, self._store.copy_in(block_ids, span, payload, checks.chunk_seed(chunk)))
 
     async def _connect(self, offers: Sequence[TransportOffer]) -> tuple[str, PayloadSource]:
         """Connect to the first offer that works here. Raises LayoutMismatch if none does."""

@@ -18,7 +18,7 @@ import structlog
 
 from kvtransfer.chunks import Extent
 from kvtransfer.outgoing_conversation import OutgoingConversation, SenderResources, TransferResult, TransferSpec
-from kvtransfer.push_call import ChannelPool
+from kvtransfer.push_call import ConnectionPool
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.transports import open_send_transports
@@ -58,7 +58,7 @@ class KVSender:
             metadata=credentials.metadata(),
             settings=settings,
             transports=transports or open_send_transports(settings, max_chunk_bytes),
-            channels=ChannelPool(settings.channel_idle_s, credentials.tls, settings.receiver_chunks),
+            connections=ConnectionPool(settings.channel_idle_s, credentials.tls, settings.receiver_chunks),
             executor=ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kv-gather"),
         )
         self._open_transports = list(self._resources.transports)
@@ -85,7 +85,7 @@ class KVSender:
     async def close(self) -> None:
         """Abort all transfers, then close connections, threads and shared memory; idempotent."""
         await asyncio.gather(*(transfer.abort() for transfer in list(self._transfers)))
-        await self._resources.channels.close()
+        await self._resources.connections.close()
         self._resources.executor.shutdown(wait=False)
         while self._unpin:
             self._unpin.pop()()
@@ -112,10 +112,9 @@ class OutgoingTransfer:
         self._task.add_done_callback(lambda _: on_end(self))
 
     def announce(self, blocks: Span, layers: Span) -> None:
-        """Say that the KV of these block positions in these layers is in the store and final. Announce each
-        (layer, block) once.
+        """Say that the KV of these blocks in these layers is in the store and final. Announce each (layer, block) once.
 
-        Does nothing once the transfer has ended. Positions before the spec's `first_block` and layers outside of its
+        Does nothing once the transfer has ended. Blocks before the spec's `first_block` and layers outside of its
         `span` are skipped. Raises ValueError for blocks outside of the prompt or layers outside of the store.
         """
         if not (blocks.count and layers.count) or self._task.done():

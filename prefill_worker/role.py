@@ -5,7 +5,7 @@ from functools import partial
 
 from engine.kv.sharded_cache import AnyKVCache
 from engine.loop import EngineLoop
-from kvtransfer import KVSender, RankedSender, TransferSettings
+from kvtransfer import KVSender, MultiRankSender, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import prefill_pb2_grpc
 from prefill_worker.service import PrefillService
@@ -34,7 +34,7 @@ def _open(
     metrics = PrefillMetrics()
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
     own = KVSender(kv_cache, settings.identity, runtime.credentials, transfer_settings)
-    sender = RankedSender(own, rank_connections)
+    sender = MultiRankSender(own, rank_connections)
     service = PrefillService(engine, sender, is_draining=runtime.is_draining, metrics=metrics)
     prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(service), runtime.server.grpc)
     return RoleServices(

@@ -25,7 +25,7 @@ from opentelemetry.trace import Span as TraceSpan
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceState
-from kvtransfer import Outgoing, RankedSender, TransferSpec
+from kvtransfer import AnyOutgoingTransfer, MultiRankSender, TransferSpec
 from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, WorkerDraining
 from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted, TransferFinished
@@ -54,7 +54,7 @@ class _Prompt:
     receivers: tuple[KVEndpoint, ...]
     started: asyncio.Future[None]
     first_token: asyncio.Future[SequenceOutput]
-    transfer: Outgoing | None = None
+    transfer: AnyOutgoingTransfer | None = None
     begun_s: float = 0.0
     opened_s: float = 0.0
     has_failed: bool = False
@@ -71,7 +71,8 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _FinalBlocks:
-    """Block positions of a prompt that are final in some layers, computed by a step that began at `begun_s`.
+    """Blocks of a prompt, by index in its transfer, that are final in some layers, computed by a step that began at
+    `begun_s`.
     `block_table` is a copy for the transfer, which the first ones of a prompt open; later ones need none. The step of
     one that `ends_prompt` is the prompt's last one.
     """
@@ -90,7 +91,7 @@ class PrefillService:
     def __init__(
         self,
         engine: EngineLoop,
-        sender: RankedSender,
+        sender: MultiRankSender,
         *,
         is_draining: Callable[[], bool],
         metrics: PrefillMetrics,
@@ -195,19 +196,18 @@ class PrefillService:
         for item in batch.items:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
-                blocks = self._sent(final_blocks(item, self._layout.block_size), item.sequence)
+                blocks = self._transfer_indices(final_positions(item, self._layout.block_size), item.sequence)
                 table: tuple[int, ...] = ()
                 if prompt.transfer is None:
                     num_tokens = len(item.sequence.spec.token_ids)
-                    table = self._layout.sent_blocks(item.sequence.block_table, num_tokens)
+                    table = self._layout.transfer_blocks(item.sequence.block_table, num_tokens)
                 finals.append(_FinalBlocks(prompt, blocks, item.needs_sampling, table, begun_s))
         if finals:
             call_on(self._loop, self._announce, finals, layers)
 
-    def _sent(self, positions: range, sequence: SequenceState) -> range:
-        """The places in a transfer of the blocks of these positions that are sent."""
-        num_tokens, num_before = len(sequence.spec.token_ids), self._layout.num_sent_before
-        return range(num_before(num_tokens, positions.start), num_before(num_tokens, positions.stop))
+    def _transfer_indices(self, positions: range, sequence: SequenceState) -> range:
+        num_tokens, first_index = len(sequence.spec.token_ids), self._layout.first_transfer_index
+        return range(first_index(num_tokens, positions.start), first_index(num_tokens, positions.stop))
 
     def _announce(self, finals: list[_FinalBlocks], layers: kv.Span) -> None:
         for final in finals:
@@ -231,7 +231,7 @@ class PrefillService:
                 states = kv.Span(final.blocks.stop, self._layout.state_blocks)
                 prompt.transfer.announce(states, self._layout.whole.layers)
 
-    def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> Outgoing:
+    def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> AnyOutgoingTransfer:
         destination = prompt.destination
         prompt.transfer_trace_span = begin_span("prefill_worker", "transfer", prompt.sequence.spec)
         return self._sender.open(
@@ -242,7 +242,7 @@ class PrefillService:
                 receiver_incarnation=destination.incarnation,
                 block_ids=block_table,
                 span=self._layout.whole,
-                first_block=self._layout.num_sent_before(
+                first_block=self._layout.first_transfer_index(
                     prompt.sequence.num_tokens, destination.ready_tokens // self._layout.block_size
                 ),
             ),
@@ -263,8 +263,8 @@ class PrefillService:
                 prompt.fail(error)
 
 
-def final_blocks(item: ScheduledSequence, block_size: int) -> range:
-    """Return the positions of KV blocks that this step completes and that no later step changes.
+def final_positions(item: ScheduledSequence, block_size: int) -> range:
+    """Return the positions in the prompt of the blocks that this step completes and that no later step changes.
 
     The first step, which starts after the cached prefix, also includes the prefix. A partly filled last block is final
     only if the prompt ends in it.
@@ -274,7 +274,7 @@ def final_blocks(item: ScheduledSequence, block_size: int) -> range:
     return range(start, max(start, end))
 
 
-async def _first_token(first_token: asyncio.Future[SequenceOutput], transfer: Outgoing) -> SequenceOutput:
+async def _first_token(first_token: asyncio.Future[SequenceOutput], transfer: AnyOutgoingTransfer) -> SequenceOutput:
     """Wait for the first token. If the transfer fails first, raise its error: further computation would be useless."""
     ended = asyncio.ensure_future(transfer.ended())
     either: list[asyncio.Future[Any]] = [first_token, ended]

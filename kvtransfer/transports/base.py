@@ -24,8 +24,8 @@ class TransportOffer:
     """The data that a receiver needs to access the sender's payloads: an arena of this machine, one side of a process
     group, or memory that a library's engine reads.
 
-    `rendezvous`: what the sender's side tells the receiver's. A process group: what it has put into torch's store,
-    where the two sides meet. An engine: what other processes need to read the arena (`ReadEngine.told`).
+    `rendezvous`: what the receiver's side needs of the sender's to connect to it. Of a process group: what it has put
+    into torch's store. Of an engine: what other processes need to read the arena (`ReadEngine.rendezvous`).
     """
 
     name: str

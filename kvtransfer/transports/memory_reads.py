@@ -26,16 +26,16 @@ from torch import Tensor
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.base import Payload, ReceiveTransport, SendPath, SendTransport, TransportOffer
 from kvtransfer.transports.grpc_bytes import InlineSource
-from kvtransfer.transports.kept_pool import AvoidedAddresses, KeptPool
 from kvtransfer.transports.pair import address_towards
 from kvtransfer.transports.read_engines import MOONCAKE, NIXL, ReadEngine, ReadLibrary, Remote
+from kvtransfer.transports.resource_pool import AvoidedAddresses, ResourcePool
 from kvtransfer.transports.slots import ARENA_HEADER_BYTES, ArenaSlot, ArenaSlots, TensorSlots, require_in_arena
 from mesh.domain.errors import TransferFailed
 
 log = structlog.get_logger(__name__)
 
 _NONCE_BYTES = 32
-_MAX_TOLD_BYTES = 64 << 10
+_MAX_RENDEZVOUS_BYTES = 64 << 10
 _NUM_READS = 2
 """Reads of a sender's memory at a time. While they run, two payloads that have been read are written."""
 _MAX_SENDERS = 16
@@ -85,7 +85,7 @@ class ReadSendTransport(SendTransport):
         self._arena = np.zeros(num_bytes, np.uint8)
         self._arena[:_NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
         self.slots = ArenaSlots(self._arena.data, max_chunk_bytes)
-        self._told: dict[ReadEngine, Mapping[str, bytes]] = {}
+        self._rendezvous: dict[ReadEngine, Mapping[str, bytes]] = {}
         self._engines = _Engines(library, settings, self._register)
         self._avoided = AvoidedAddresses()
 
@@ -98,8 +98,10 @@ class ReadSendTransport(SendTransport):
         except TransferFailed as error:
             self.avoid(address, str(error))
             return None
-        told = dict(self._told[engine])
-        offer = TransportOffer(self.name, self._id, self._nonce, self._arena.nbytes, host=own_address, rendezvous=told)
+        rendezvous = dict(self._rendezvous[engine])
+        offer = TransportOffer(
+            self.name, self._id, self._nonce, self._arena.nbytes, host=own_address, rendezvous=rendezvous
+        )
         return _Path(self, offer, address)
 
     def avoid(self, address: str, reason: str) -> None:
@@ -116,7 +118,8 @@ class ReadSendTransport(SendTransport):
 
     def _register(self, engine: ReadEngine) -> None:
         engine.register(self._arena.ctypes.data, self._arena.nbytes)
-        self._told[engine] = engine.told(self._arena.ctypes.data)  # once: receivers know a sender by what it tells
+        # Once: receivers know a sender by it.
+        self._rendezvous[engine] = engine.rendezvous(self._arena.ctypes.data)
 
 
 class _Path(SendPath):
@@ -142,7 +145,7 @@ class ReadReceiveTransport(ReceiveTransport):
 
     def __init__(self, library: ReadLibrary, settings: TransferSettings) -> None:
         self.name = library.name
-        self.senders: KeptPool[str, _Sender] = KeptPool(_MAX_SENDERS, 2 * settings.channel_idle_s)
+        self.senders: ResourcePool[str, _Sender] = ResourcePool(_MAX_SENDERS, 2 * settings.channel_idle_s)
         self._library = library
         self._settings = settings
         self._engines = _Engines(library, settings)
@@ -151,7 +154,7 @@ class ReadReceiveTransport(ReceiveTransport):
         is_sound = (
             ARENA_HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes
             and len(offer.nonce) == _NONCE_BYTES
-            and sum(map(len, offer.rendezvous.values())) <= _MAX_TOLD_BYTES
+            and sum(map(len, offer.rendezvous.values())) <= _MAX_RENDEZVOUS_BYTES
         )
         if not is_sound:
             return None
@@ -270,7 +273,7 @@ class _Sender:
 
 
 class _ReadSource(InlineSource):
-    def __init__(self, senders: KeptPool[str, _Sender], sender: _Sender, timeout_s: float) -> None:
+    def __init__(self, senders: ResourcePool[str, _Sender], sender: _Sender, timeout_s: float) -> None:
         self._senders = senders
         self._sender = sender
         self._timeout_s = timeout_s

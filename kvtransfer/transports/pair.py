@@ -1,7 +1,7 @@
 """A process group of torch.distributed with two members: rank 0 sends KV, rank 1 receives it.
 
 The group is an object of its own; torch's global groups are not used. The members find each other through a store that
-never leaves their processes: what one side's group puts into its store is told to the other side in the transfer's gRPC
+never leaves their processes: what one side's group puts into its store goes to the other side in the transfer's gRPC
 conversation, which is authenticated. So no store listens on a port. The data of gloo and NCCL, however, is neither
 authenticated nor encrypted.
 """
@@ -33,8 +33,8 @@ _SENDER, _RECEIVER = 0, 1
 _NUM_THREADS = 2  # so the next payload is asked for while one arrives: gloo is more than twice as fast
 
 _LOOP_CHECK_S = 1.0
-_MAX_TOLD_BYTES = 64 << 10
-"""Names and values that a side may tell; gloo's have 200 bytes."""
+_MAX_RENDEZVOUS_BYTES = 64 << 10
+"""Names and values of one side; gloo's have 200 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ GLOO = Kind("gloo", _gloo, has_tags=True, is_mutual=True)
 NCCL = Kind("nccl", _nccl, has_tags=False, is_mutual=False, device="cuda")
 
 
-class _Meeting(Store):
-    """One side's store, made on the event loop. `told` is all that this side's group puts into it for the other side.
+class _RendezvousStore(Store):
+    """One side's store, made on the event loop. `rendezvous`: all that this side's group puts into it for the other side.
 
     The group calls the store's methods, on the thread that makes it.
     """
@@ -85,7 +85,7 @@ class _Meeting(Store):
         super().__init__()
         self._loop = asyncio.get_running_loop()
         self._is_mutual = is_mutual
-        self.told: futures.Future[dict[str, bytes]] = futures.Future()
+        self.rendezvous: futures.Future[dict[str, bytes]] = futures.Future()
         self._ours: dict[str, bytes] = {}
         self._theirs: dict[str, bytes] = {}
         self._is_complete = False
@@ -97,8 +97,8 @@ class _Meeting(Store):
     def add_theirs(self, values: Mapping[str, bytes]) -> None:
         """Add all that the other side tells. If that is too much, all waits fail."""
         num_bytes = sum(len(key.encode()) + len(value) for key, value in values.items())
-        if num_bytes > _MAX_TOLD_BYTES:
-            self.end(TransferFailed(f"the other side has told {num_bytes} bytes; the limit is {_MAX_TOLD_BYTES}"))
+        if num_bytes > _MAX_RENDEZVOUS_BYTES:
+            self.end(TransferFailed(f"the other side has told {num_bytes} bytes; the limit is {_MAX_RENDEZVOUS_BYTES}"))
             return
         with self._changed:
             self._theirs.update(values)
@@ -109,8 +109,8 @@ class _Meeting(Store):
         """Let all waits fail, now and later; idempotent."""
         with self._changed:
             self._end = self._end or error
-            if not self.told.done():
-                self.told.set_exception(self._end)
+            if not self.rendezvous.done():
+                self.rendezvous.set_exception(self._end)
             self._changed.notify_all()
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
@@ -144,8 +144,8 @@ class _Meeting(Store):
             return all(key in self._ours or key in self._theirs for key in keys)
 
     def _tell(self, *, is_all: bool) -> None:
-        if is_all and not self.told.done():
-            self.told.set_result(dict(self._ours))
+        if is_all and not self.rendezvous.done():
+            self.rendezvous.set_result(dict(self._ours))
 
 
 class Pair:
@@ -166,7 +166,7 @@ class Pair:
         self._rank = _RECEIVER if offered else _SENDER
         self._locate = locate
         self._connect_timeout = timedelta(seconds=connect_s)
-        self._meeting = _Meeting(offered, is_mutual=kind.is_mutual)
+        self._store = _RendezvousStore(offered, is_mutual=kind.is_mutual)
         self._group: Backend | None = None
         self._next_tag = 0
         self._abandoned: list[Work] = []
@@ -175,18 +175,18 @@ class Pair:
         self.connected: futures.Future[None] = self._threads.submit(self._connect)
 
     @property
-    def told(self) -> futures.Future[dict[str, bytes]]:
-        """The values that the other side must be told. `host` is set when it is done. Raises TransferFailed."""
-        return self._meeting.told
+    def rendezvous(self) -> futures.Future[dict[str, bytes]]:
+        """The values that the other side needs. `host` is set once they are there. Raises TransferFailed."""
+        return self._store.rendezvous
 
     @property
     def num_abandoned(self) -> int:
         """The number of payloads that have been sent to a receiver that may never take them."""
         return len(self._abandoned)
 
-    def answer(self, rendezvous: Mapping[str, bytes]) -> None:
-        """Go on connecting, with what the other side has told."""
-        self._meeting.add_theirs(rendezvous)
+    def join(self, rendezvous: Mapping[str, bytes]) -> None:
+        """Go on connecting, with the values of the other side."""
+        self._store.add_theirs(rendezvous)
 
     def next_tag(self) -> int:
         """Return a tag that this pair has not used. On the event loop only."""
@@ -215,18 +215,18 @@ class Pair:
 
     def close(self) -> None:
         """Free the group, on a thread. Nobody uses it any more."""
-        self._meeting.end(TransferFailed(f"the {self.kind.name} pair was closed"))
+        self._store.end(TransferFailed(f"the {self.kind.name} pair was closed"))
         self._threads.submit(self._free)
         self._threads.shutdown(wait=False)
 
     def _connect(self) -> None:
         try:
             self.host = self._locate()
-            self._group = self.kind.connect(self._meeting, self._rank, self.host, self._connect_timeout)
+            self._group = self.kind.connect(self._store, self._rank, self.host, self._connect_timeout)
         except Exception as error:
             failed = error if isinstance(error, TransferFailed) else self._broken(error)
             self.is_broken = True
-            self._meeting.end(failed)
+            self._store.end(failed)
             raise failed from error
 
     def _receive(self, payload: Tensor, tag: int, timeout: timedelta) -> None:

@@ -45,12 +45,12 @@ class ReadEngine(Protocol):
 
     def unregister(self, address: int, num_bytes: int) -> None: ...
 
-    def told(self, address: int) -> Mapping[str, bytes]:
+    def rendezvous(self, address: int) -> Mapping[str, bytes]:
         """Return what other processes need to read the registered memory at `address`."""
         ...
 
-    def reach(self, told: Mapping[str, bytes]) -> Remote:
-        """Return the memory of another process, by what that one has told. Reads nothing yet."""
+    def reach(self, rendezvous: Mapping[str, bytes]) -> Remote:
+        """Return the memory of another process, by what its `rendezvous` has returned. Reads nothing yet."""
         ...
 
 
@@ -76,13 +76,13 @@ class NixlEngine(ReadEngine):
         self._agent.deregister_memory(self._registered[address])
         del self._registered[address]
 
-    def told(self, address: int) -> Mapping[str, bytes]:
+    def rendezvous(self, address: int) -> Mapping[str, bytes]:
         return {"agent": self._agent.get_agent_metadata(), "address": _ADDRESS.pack(address)}
 
-    def reach(self, told: Mapping[str, bytes]) -> Remote:
-        (address,) = _ADDRESS.unpack(told["address"])
+    def reach(self, rendezvous: Mapping[str, bytes]) -> Remote:
+        (address,) = _ADDRESS.unpack(rendezvous["address"])
         with self._lock:
-            found = self._agent.add_remote_agent(told["agent"])
+            found = self._agent.add_remote_agent(rendezvous["agent"])
             name = found.decode() if isinstance(found, bytes) else found
             self._num_reached[name] += 1
         return _NixlRemote(self._agent, name, address, self._leave)
@@ -137,12 +137,12 @@ class MooncakeEngine(ReadEngine):
     def unregister(self, address: int, num_bytes: int) -> None:
         _require(self._engine.unregister_memory(address), "cannot unregister memory")
 
-    def told(self, address: int) -> Mapping[str, bytes]:
+    def rendezvous(self, address: int) -> Mapping[str, bytes]:
         segment = f"{self._host}:{self._engine.get_rpc_port()}"
         return {"segment": segment.encode(), "address": _ADDRESS.pack(address)}
 
-    def reach(self, told: Mapping[str, bytes]) -> Remote:
-        return _MooncakeRemote(self._engine, told["segment"].decode(), _ADDRESS.unpack(told["address"])[0])
+    def reach(self, rendezvous: Mapping[str, bytes]) -> Remote:
+        return _MooncakeRemote(self._engine, rendezvous["segment"].decode(), _ADDRESS.unpack(rendezvous["address"])[0])
 
 
 class _MooncakeRemote(Remote):

@@ -24,8 +24,8 @@ from kvtransfer.transports.base import (
     SendTransport,
     TransportOffer,
 )
-from kvtransfer.transports.kept_pool import KeptPool
 from kvtransfer.transports.link import Call, Link, Serve
+from kvtransfer.transports.resource_pool import ResourcePool
 from kvtransfer.transports.slots import ARENA_HEADER_BYTES, ArenaSlot, ArenaSlots, require_in_arena
 from mesh.domain.errors import TransferFailed
 
@@ -102,7 +102,7 @@ def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTran
 
 
 class _ArenaSource(PayloadSource):
-    def __init__(self, arenas: KeptPool[str, MappedArena], arena: MappedArena) -> None:
+    def __init__(self, arenas: ResourcePool[str, MappedArena], arena: MappedArena) -> None:
         self._arenas = arenas
         self._arena: MappedArena | None = arena
         self._token = arena.token
@@ -130,7 +130,7 @@ class ShmReceiveTransport(ReceiveTransport):
 
     def __init__(self, settings: TransferSettings) -> None:
         self._settings = settings
-        self._arenas: KeptPool[str, MappedArena] = KeptPool(_MAX_ARENAS, settings.channel_idle_s)
+        self._arenas: ResourcePool[str, MappedArena] = ResourcePool(_MAX_ARENAS, settings.channel_idle_s)
         self._serve: Serve = _refuse
 
     def serve(self, serve: Serve) -> None:

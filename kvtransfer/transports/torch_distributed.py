@@ -30,7 +30,6 @@ from torch import Tensor, distributed
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.base import Payload, ReceiveTransport, SendPath, SendTransport, Slot, TransportOffer
 from kvtransfer.transports.grpc_bytes import InlineSource
-from kvtransfer.transports.kept_pool import AvoidedAddresses, KeptPool
 from kvtransfer.transports.pair import (
     GLOO,
     NCCL,
@@ -41,6 +40,7 @@ from kvtransfer.transports.pair import (
     pair_name,
     parse_pair_name,
 )
+from kvtransfer.transports.resource_pool import AvoidedAddresses, ResourcePool
 from kvtransfer.transports.slots import TensorSlots
 from mesh.domain.errors import TransferFailed
 
@@ -71,7 +71,7 @@ class PairSendTransport(SendTransport):
         self.name = kind.name
         num_slots = max(1, settings.arena_bytes // max_chunk_bytes)
         self.slots = _slots(kind, num_slots, max_chunk_bytes)
-        self.pairs: KeptPool[tuple[str, str], Pair] = KeptPool(MAX_PAIRS, settings.channel_idle_s)
+        self.pairs: ResourcePool[tuple[str, str], Pair] = ResourcePool(MAX_PAIRS, settings.channel_idle_s)
         self._max_abandoned = num_slots
         self._kind = kind
         self._settings = settings
@@ -139,7 +139,7 @@ class _Path(SendPath):
 
     async def prepare(self) -> None:
         """Wait until there is something to offer. Raises TransferFailed."""
-        rendezvous = await _result(self.pair.told)
+        rendezvous = await _result(self.pair.rendezvous)
         self._rendezvous = {} if self.pair.is_joined else rendezvous
 
     def offer(self) -> TransportOffer:
@@ -149,7 +149,7 @@ class _Path(SendPath):
     async def join(self, rendezvous: Mapping[str, bytes]) -> None:
         if self.pair.is_joined:
             return
-        self.pair.answer(rendezvous)
+        self.pair.join(rendezvous)
         try:
             await _result(self.pair.connected)
         except TransferFailed as error:
@@ -202,7 +202,7 @@ class PairReceiveTransport(ReceiveTransport):
     def __init__(self, kind: Kind, settings: TransferSettings) -> None:
         self.name = kind.name
         # Longer than the sender's: it closes a pair first, and does not offer one that is gone.
-        self.pairs: KeptPool[str, _Inbox] = KeptPool(MAX_PAIRS, 2 * settings.channel_idle_s)
+        self.pairs: ResourcePool[str, _Inbox] = ResourcePool(MAX_PAIRS, 2 * settings.channel_idle_s)
         self._kind = kind
         self._settings = settings
 
@@ -212,7 +212,7 @@ class PairReceiveTransport(ReceiveTransport):
             return None
         self.pairs.use(inbox)
         try:
-            answer = await _result(inbox.pair.told)
+            answer = await _result(inbox.pair.rendezvous)
         except BaseException as error:
             self.pairs.leave(inbox)
             if isinstance(error, TransferFailed):
@@ -265,11 +265,11 @@ class _PairSource(InlineSource):
     ) -> None:
         self._transport = transport
         self._inbox = inbox
-        self._told = answer
+        self._rendezvous = answer
         self._timeout_s = timeout_s
 
     def answer(self) -> Mapping[str, bytes]:
-        return self._told
+        return self._rendezvous
 
     @asynccontextmanager
     async def arrived(self, payload: Payload, num_bytes: int) -> AsyncIterator[Payload]:

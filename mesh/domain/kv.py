@@ -181,23 +181,24 @@ class KVLayout:
         """The length of the block table of a sequence with `num_tokens` tokens."""
         return self.state_blocks + self.groups.count * self.groups.num_positions(num_tokens)
 
-    def sent_entries(self, num_tokens: int) -> list[int]:
-        """The entries of the block table of a prompt that transfers send, by the places that they give them: those of
-        tokens, then those of its state. So the blocks that a receiver has already are the first ones.
+    def transfer_entries(self, num_tokens: int) -> list[int]:
+        """The entries of a prompt's block table whose blocks a transfer sends, in its order: those of tokens that are
+        visible, then those of the state. So the blocks that a receiver has already are the first ones. The place of a
+        block in this list is its index in the transfer, which both sides know it by.
         """
         of_tokens = (self.state_blocks + entry for entry in self.groups.visible_entries(num_tokens))
         return [*of_tokens, *range(self.state_blocks)]
 
-    def sent_blocks(self, block_table: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-        """The blocks of these entries."""
-        return tuple(block_table[entry] for entry in self.sent_entries(num_tokens))
+    def transfer_blocks(self, block_table: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """The blocks of `transfer_entries`: ids by index in the transfer."""
+        return tuple(block_table[entry] for entry in self.transfer_entries(num_tokens))
 
-    def num_sent_for(self, num_tokens: int) -> int:
-        """The number of blocks that transfers of a prompt send."""
-        return self.num_sent_before(num_tokens, self.groups.num_positions(num_tokens)) + self.state_blocks
+    def num_transfer_blocks(self, num_tokens: int) -> int:
+        """The length of `transfer_entries`."""
+        return self.first_transfer_index(num_tokens, self.groups.num_positions(num_tokens)) + self.state_blocks
 
-    def num_sent_before(self, num_tokens: int, position: int) -> int:
-        """Blocks that transfers of a prompt give a place before those of this position, see KVGroups."""
+    def first_transfer_index(self, num_tokens: int, position: int) -> int:
+        """The index in the transfer of the first block at this position of the prompt (KVGroups) or behind it."""
         groups = self.groups
         return sum(max(0, position - groups.first_visible(group, num_tokens - 1)) for group in range(groups.count))
 

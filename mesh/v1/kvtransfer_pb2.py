@@ -26,17 +26,17 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18mesh/v1/kvtransfer.proto\x12\x07mesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tandem/v1/sampling.proto\"\xbc\x01\n\x0bPushRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.mesh.v1.TransferOpenH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.mesh.v1.TransferChunkH\x00\x12)\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x17.mesh.v1.TransferCommitH\x00\x12\'\n\x05renew\x18\x04 \x01(\x0b\x32\x16.mesh.v1.TransferRenewH\x00\x42\t\n\x07message\"\xfe\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x14\n\x0cstate_blocks\x18\t \x01(\r\x12\x17\n\x0fkeys_are_values\x18\n \x01(\x08\x12\x0f\n\x07windows\x18\x0b \x03(\r\x12\x1a\n\x12windows_are_chunks\x18\x0c \x01(\x08J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tR\x07tp_rankR\x07tp_size\"X\n\x06KvSpan\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nfirst_head\x18\x03 \x01(\r\x12\x11\n\tnum_heads\x18\x04 \x01(\r\"8\n\x06KvRank\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x1d\n\x04span\x18\x02 \x01(\x0b\x32\x0f.mesh.v1.KvSpan\"\xce\x01\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61rena\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04pair\x18\x05 \x01(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x31\n\x05store\x18\x07 \x03(\x0b\x32\".mesh.v1.TransportOffer.StoreEntry\x1a,\n\nStoreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xfc\x01\n\x0cTransferOpen\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\t\x12\x11\n\tsender_id\x18\x04 \x01(\t\x12!\n\x06layout\x18\x05 \x01(\x0b\x32\x11.mesh.v1.KvLayout\x12+\n\ntransports\x18\x06 \x03(\x0b\x32\x17.mesh.v1.TransportOffer\x12\x13\n\x0b\x66irst_block\x18\x07 \x01(\r\x12\x11\n\tend_block\x18\x08 \x01(\r\x12\x1d\n\x04span\x18\t \x01(\x0b\x32\x0f.mesh.v1.KvSpan\"\x80\x02\n\rTransferChunk\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x14\n\x0c\x61rena_offset\x18\t \x01(\x04\x12\x12\n\nfirst_head\x18\n \x01(\r\x12\x11\n\tnum_heads\x18\x0b \x01(\r\x12\x0f\n\x07payload\x18\x0c \x01(\x0c\x12\x0b\n\x03tag\x18\r \x01(\rJ\x04\x08\x08\x10\t\"v\n\x0eTransferCommit\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x17.tandem.v1.SampledToken\"\x0f\n\rTransferRenew\"\xc9\x01\n\x0cPushResponse\x12+\n\x07granted\x18\x01 \x01(\x0b\x32\x18.mesh.v1.TransferGrantedH\x00\x12#\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x14.mesh.v1.TransferAckH\x00\x12/\n\tcommitted\x18\x03 \x01(\x0b\x32\x1a.mesh.v1.TransferCommittedH\x00\x12+\n\x07renewed\x18\x04 \x01(\x0b\x32\x18.mesh.v1.TransferRenewedH\x00\x42\t\n\x07message\"\xc7\x01\n\x0fTransferGranted\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x15\n\rcredit_chunks\x18\x02 \x01(\r\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x05store\x18\x04 \x03(\x0b\x32#.mesh.v1.TransferGranted.StoreEntry\x1a,\n\nStoreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"&\n\x0bTransferAck\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\"\x11\n\x0fTransferRenewed\"\x13\n\x11TransferCommitted2E\n\nKvTransfer\x12\x37\n\x04Push\x12\x14.mesh.v1.PushRequest\x1a\x15.mesh.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18mesh/v1/kvtransfer.proto\x12\x07mesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tandem/v1/sampling.proto\"\xbc\x01\n\x0bPushRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.mesh.v1.TransferOpenH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.mesh.v1.TransferChunkH\x00\x12)\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x17.mesh.v1.TransferCommitH\x00\x12\'\n\x05renew\x18\x04 \x01(\x0b\x32\x16.mesh.v1.TransferRenewH\x00\x42\t\n\x07message\"\xfe\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x14\n\x0cstate_blocks\x18\t \x01(\r\x12\x17\n\x0fkeys_are_values\x18\n \x01(\x08\x12\x0f\n\x07windows\x18\x0b \x03(\r\x12\x1a\n\x12windows_are_chunks\x18\x0c \x01(\x08J\x04\x08\x07\x10\x08J\x04\x08\x08\x10\tR\x07tp_rankR\x07tp_size\"X\n\x06KvSpan\x12\x13\n\x0b\x66irst_layer\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x12\n\nfirst_head\x18\x03 \x01(\r\x12\x11\n\tnum_heads\x18\x04 \x01(\r\"8\n\x06KvRank\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x1d\n\x04span\x18\x02 \x01(\x0b\x32\x0f.mesh.v1.KvSpan\"\xdd\x01\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61rena\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04pair\x18\x05 \x01(\t\x12\x0c\n\x04host\x18\x06 \x01(\t\x12;\n\nrendezvous\x18\x07 \x03(\x0b\x32\'.mesh.v1.TransportOffer.RendezvousEntry\x1a\x31\n\x0fRendezvousEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xfc\x01\n\x0cTransferOpen\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x1c\n\x14receiver_incarnation\x18\x03 \x01(\t\x12\x11\n\tsender_id\x18\x04 \x01(\t\x12!\n\x06layout\x18\x05 \x01(\x0b\x32\x11.mesh.v1.KvLayout\x12+\n\ntransports\x18\x06 \x03(\x0b\x32\x17.mesh.v1.TransportOffer\x12\x13\n\x0b\x66irst_block\x18\x07 \x01(\r\x12\x11\n\tend_block\x18\x08 \x01(\r\x12\x1d\n\x04span\x18\t \x01(\x0b\x32\x0f.mesh.v1.KvSpan\"\x80\x02\n\rTransferChunk\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x14\n\x0c\x61rena_offset\x18\t \x01(\x04\x12\x12\n\nfirst_head\x18\n \x01(\r\x12\x11\n\tnum_heads\x18\x0b \x01(\r\x12\x0f\n\x07payload\x18\x0c \x01(\x0c\x12\x0b\n\x03tag\x18\r \x01(\rJ\x04\x08\x08\x10\t\"v\n\x0eTransferCommit\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12,\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x17.tandem.v1.SampledToken\"\x0f\n\rTransferRenew\"\xc9\x01\n\x0cPushResponse\x12+\n\x07granted\x18\x01 \x01(\x0b\x32\x18.mesh.v1.TransferGrantedH\x00\x12#\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x14.mesh.v1.TransferAckH\x00\x12/\n\tcommitted\x18\x03 \x01(\x0b\x32\x1a.mesh.v1.TransferCommittedH\x00\x12+\n\x07renewed\x18\x04 \x01(\x0b\x32\x18.mesh.v1.TransferRenewedH\x00\x42\t\n\x07message\"\xd6\x01\n\x0fTransferGranted\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x15\n\rcredit_chunks\x18\x02 \x01(\r\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12<\n\nrendezvous\x18\x04 \x03(\x0b\x32(.mesh.v1.TransferGranted.RendezvousEntry\x1a\x31\n\x0fRendezvousEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"&\n\x0bTransferAck\x12\x17\n\x0fsequence_number\x18\x01 \x01(\r\"\x11\n\x0fTransferRenewed\"\x13\n\x11TransferCommitted2E\n\nKvTransfer\x12\x37\n\x04Push\x12\x14.mesh.v1.PushRequest\x1a\x15.mesh.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mesh.v1.kvtransfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSPORTOFFER_STOREENTRY']._loaded_options = None
-  _globals['_TRANSPORTOFFER_STOREENTRY']._serialized_options = b'8\001'
-  _globals['_TRANSFERGRANTED_STOREENTRY']._loaded_options = None
-  _globals['_TRANSFERGRANTED_STOREENTRY']._serialized_options = b'8\001'
+  _globals['_TRANSPORTOFFER_RENDEZVOUSENTRY']._loaded_options = None
+  _globals['_TRANSPORTOFFER_RENDEZVOUSENTRY']._serialized_options = b'8\001'
+  _globals['_TRANSFERGRANTED_RENDEZVOUSENTRY']._loaded_options = None
+  _globals['_TRANSFERGRANTED_RENDEZVOUSENTRY']._serialized_options = b'8\001'
   _globals['_PUSHREQUEST']._serialized_start=96
   _globals['_PUSHREQUEST']._serialized_end=284
   _globals['_KVLAYOUT']._serialized_start=287
@@ -46,29 +46,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVRANK']._serialized_start=633
   _globals['_KVRANK']._serialized_end=689
   _globals['_TRANSPORTOFFER']._serialized_start=692
-  _globals['_TRANSPORTOFFER']._serialized_end=898
-  _globals['_TRANSPORTOFFER_STOREENTRY']._serialized_start=854
-  _globals['_TRANSPORTOFFER_STOREENTRY']._serialized_end=898
-  _globals['_TRANSFEROPEN']._serialized_start=901
-  _globals['_TRANSFEROPEN']._serialized_end=1153
-  _globals['_TRANSFERCHUNK']._serialized_start=1156
-  _globals['_TRANSFERCHUNK']._serialized_end=1412
-  _globals['_TRANSFERCOMMIT']._serialized_start=1414
-  _globals['_TRANSFERCOMMIT']._serialized_end=1532
-  _globals['_TRANSFERRENEW']._serialized_start=1534
-  _globals['_TRANSFERRENEW']._serialized_end=1549
-  _globals['_PUSHRESPONSE']._serialized_start=1552
-  _globals['_PUSHRESPONSE']._serialized_end=1753
-  _globals['_TRANSFERGRANTED']._serialized_start=1756
-  _globals['_TRANSFERGRANTED']._serialized_end=1955
-  _globals['_TRANSFERGRANTED_STOREENTRY']._serialized_start=854
-  _globals['_TRANSFERGRANTED_STOREENTRY']._serialized_end=898
-  _globals['_TRANSFERACK']._serialized_start=1957
-  _globals['_TRANSFERACK']._serialized_end=1995
-  _globals['_TRANSFERRENEWED']._serialized_start=1997
-  _globals['_TRANSFERRENEWED']._serialized_end=2014
-  _globals['_TRANSFERCOMMITTED']._serialized_start=2016
-  _globals['_TRANSFERCOMMITTED']._serialized_end=2035
-  _globals['_KVTRANSFER']._serialized_start=2037
-  _globals['_KVTRANSFER']._serialized_end=2106
+  _globals['_TRANSPORTOFFER']._serialized_end=913
+  _globals['_TRANSPORTOFFER_RENDEZVOUSENTRY']._serialized_start=864
+  _globals['_TRANSPORTOFFER_RENDEZVOUSENTRY']._serialized_end=913
+  _globals['_TRANSFEROPEN']._serialized_start=916
+  _globals['_TRANSFEROPEN']._serialized_end=1168
+  _globals['_TRANSFERCHUNK']._serialized_start=1171
+  _globals['_TRANSFERCHUNK']._serialized_end=1427
+  _globals['_TRANSFERCOMMIT']._serialized_start=1429
+  _globals['_TRANSFERCOMMIT']._serialized_end=1547
+  _globals['_TRANSFERRENEW']._serialized_start=1549
+  _globals['_TRANSFERRENEW']._serialized_end=1564
+  _globals['_PUSHRESPONSE']._serialized_start=1567
+  _globals['_PUSHRESPONSE']._serialized_end=1768
+  _globals['_TRANSFERGRANTED']._serialized_start=1771
+  _globals['_TRANSFERGRANTED']._serialized_end=1985
+  _globals['_TRANSFERGRANTED_RENDEZVOUSENTRY']._serialized_start=864
+  _globals['_TRANSFERGRANTED_RENDEZVOUSENTRY']._serialized_end=913
+  _globals['_TRANSFERACK']._serialized_start=1987
+  _globals['_TRANSFERACK']._serialized_end=2025
+  _globals['_TRANSFERRENEWED']._serialized_start=2027
+  _globals['_TRANSFERRENEWED']._serialized_end=2044
+  _globals['_TRANSFERCOMMITTED']._serialized_start=2046
+  _globals['_TRANSFERCOMMITTED']._serialized_end=2065
+  _globals['_KVTRANSFER']._serialized_start=2067
+  _globals['_KVTRANSFER']._serialized_end=2136
 # @@protoc_insertion_point(module_scope)

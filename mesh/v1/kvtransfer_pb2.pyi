@@ -67,8 +67,8 @@ class KvRank(_message.Message):
     def __init__(self, address: _Optional[str] = ..., span: _Optional[_Union[KvSpan, _Mapping]] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
-    __slots__ = ("name", "arena", "nonce", "arena_bytes", "pair", "host", "store")
-    class StoreEntry(_message.Message):
+    __slots__ = ("name", "arena", "nonce", "arena_bytes", "pair", "host", "rendezvous")
+    class RendezvousEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -81,15 +81,15 @@ class TransportOffer(_message.Message):
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAIR_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
-    STORE_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     name: str
     arena: str
     nonce: bytes
     arena_bytes: int
     pair: str
     host: str
-    store: _containers.ScalarMap[str, bytes]
-    def __init__(self, name: _Optional[str] = ..., arena: _Optional[str] = ..., nonce: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ..., pair: _Optional[str] = ..., host: _Optional[str] = ..., store: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+    rendezvous: _containers.ScalarMap[str, bytes]
+    def __init__(self, name: _Optional[str] = ..., arena: _Optional[str] = ..., nonce: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ..., pair: _Optional[str] = ..., host: _Optional[str] = ..., rendezvous: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class TransferOpen(_message.Message):
     __slots__ = ("transfer_id", "attempt", "receiver_incarnation", "sender_id", "layout", "transports", "first_block", "end_block", "span")
@@ -170,8 +170,8 @@ class PushResponse(_message.Message):
     def __init__(self, granted: _Optional[_Union[TransferGranted, _Mapping]] = ..., ack: _Optional[_Union[TransferAck, _Mapping]] = ..., committed: _Optional[_Union[TransferCommitted, _Mapping]] = ..., renewed: _Optional[_Union[TransferRenewed, _Mapping]] = ...) -> None: ...
 
 class TransferGranted(_message.Message):
-    __slots__ = ("transport", "credit_chunks", "lease", "store")
-    class StoreEntry(_message.Message):
+    __slots__ = ("transport", "credit_chunks", "lease", "rendezvous")
+    class RendezvousEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -181,12 +181,12 @@ class TransferGranted(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     CREDIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
-    STORE_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     transport: str
     credit_chunks: int
     lease: _duration_pb2.Duration
-    store: _containers.ScalarMap[str, bytes]
-    def __init__(self, transport: _Optional[str] = ..., credit_chunks: _Optional[int] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., store: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
+    rendezvous: _containers.ScalarMap[str, bytes]
+    def __init__(self, transport: _Optional[str] = ..., credit_chunks: _Optional[int] = ..., lease: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., rendezvous: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class TransferAck(_message.Message):
     __slots__ = ("sequence_number",)

@@ -25,9 +25,9 @@ from kvtransfer import (
     TransferSpec,
 )
 from kvtransfer.chunks import Extent
-from kvtransfer.incoming_transfer import TransferChecks
+from kvtransfer.incoming_transfer import ShardChecks
 from kvtransfer.outgoing_conversation import OutgoingConversation
-from kvtransfer.push_call import ChannelPool
+from kvtransfer.push_call import ConnectionPool
 from kvtransfer.transports.base import Slot
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import (
@@ -139,7 +139,7 @@ async def test_more_transfers_than_slots_all_get_through(pair: Pair) -> None:
 
     await asyncio.gather(*(one(number) for number in range(8)))
     assert len(pair.outcomes.committed) == 8
-    assert len(pair.sender._resources.channels) == 1
+    assert len(pair.sender._resources.connections) == 1
 
 
 async def test_bad_specs_and_pushes_are_the_callers_errors(pair: Pair) -> None:
@@ -530,14 +530,14 @@ async def test_a_write_that_hangs_delays_no_other_transfer_of_its_link(
                 assert go_on.wait(WAIT_S)
             return copy_in(block_ids, *args)
 
-        accept = TransferChecks.accept
+        accept = ShardChecks.accept
 
         def accept_late(*args: Any, **credit: Any) -> None:
             if not hangs.is_set():
                 time.sleep(0.1)  # as where the reading thread gets no core: no other may overtake it
             accept(*args, **credit)
 
-        monkeypatch.setattr(TransferChecks, "accept", accept_late)
+        monkeypatch.setattr(ShardChecks, "accept", accept_late)
         monkeypatch.setattr(pair.target, "copy_in", hang_once)
         commit = asyncio.create_task(pair.start().commit(11, FIRST_TOKEN))
         await until(hangs)
@@ -603,7 +603,7 @@ async def test_a_killed_sender_fails_its_transfer_and_its_arena_is_removed(tmp_p
 
 
 async def test_idle_connections_are_closed() -> None:
-    pool = ChannelPool(idle_s=0, tls=None, max_chunks=1)
+    pool = ConnectionPool(idle_s=0, tls=None, max_chunks=1)
     with pool.use("127.0.0.1:1") as first, pool.use("127.0.0.1:1") as second:
         assert first is second
     assert len(pool) == 1

@@ -64,10 +64,10 @@ class PlainEngine(ReadEngine):
             raise RuntimeError("cannot unregister")
         assert self.registered.pop(address) == num_bytes
 
-    def told(self, address: int) -> Mapping[str, bytes]:
+    def rendezvous(self, address: int) -> Mapping[str, bytes]:
         return {"address": address.to_bytes(8, "little")}
 
-    def reach(self, told: Mapping[str, bytes]) -> Remote:
+    def reach(self, rendezvous: Mapping[str, bytes]) -> Remote:
         self.num_reached += 1
         return PlainRemote(self, int.from_bytes(told["address"], "little"))
 

@@ -241,7 +241,7 @@ async def test_a_receiver_that_answers_nonsense_is_avoided(
     tmp_path: Path, store: Mapping[str, bytes], message: str
 ) -> None:
     answer = granted("gloo")
-    answer.granted.store.update(store)
+    answer.granted.rendezvous.update(store)
     async with Pair(tmp_path, "gloo").running() as pair, serving(Misbehaving(answer, hang=True)) as server:
         with pytest.raises(TransferFailed, match=message):
             await pair.open(address=server.address).ended()

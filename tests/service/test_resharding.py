@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvtransfer import (
+    AnyOutgoingTransfer,
     ExpectedTransfer,
     KVReceiver,
     KVSender,
-    Outgoing,
-    RankedReceiver,
-    RankedSender,
+    MultiRankReceiver,
+    MultiRankSender,
     TransferSettings,
     TransferSpec,
 )
@@ -87,13 +87,13 @@ class Workers:
 
     sources: list[FakeKVStore]
     targets: list[FakeKVStore]
-    sender: RankedSender
-    receiver: RankedReceiver
+    sender: MultiRankSender
+    receiver: MultiRankReceiver
     endpoints: tuple[KVEndpoint, ...]
     outcomes: Outcomes
     ranks: list[Rank]
 
-    async def begin(self) -> Outgoing:
+    async def begin(self) -> AnyOutgoingTransfer:
         await self.receiver.expect(RESERVATION)
         whole = self.sources[0].layout.whole
         spec = TransferSpec("transfer", 1, "", INCARNATION, SOURCE_IDS, whole, RESERVATION.first_block)
@@ -126,10 +126,10 @@ async def workers(
     sending, receiving = (list(map(Rank, stores[1:])) for stores in (sources, targets))
     outcomes = Outcomes()
     own = KVSender(sources[0], "prefill-0", Credentials(KEY), settings)
-    receiver = RankedReceiver(
+    receiver = MultiRankReceiver(
         lambda callbacks: KVReceiver(targets[0], INCARNATION, callbacks, settings), receiving, outcomes.callbacks()
     )
-    sender = RankedSender(own, sending)
+    sender = MultiRankSender(own, sending)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving(receiver.own))
         stack.push_async_callback(receiver.close)
@@ -146,7 +146,7 @@ async def workers(
             rank.require_idle()
 
 
-def announce(transfer: Outgoing) -> None:
+def announce(transfer: AnyOutgoingTransfer) -> None:
     """Layer after layer, in two pieces, as in a prompt of two chunks."""
     for blocks in (Span(0, 2), Span(2, 1)):
         for layer in range(LAYOUT.num_layers):

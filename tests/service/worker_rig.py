@@ -16,8 +16,8 @@ from engine.speculation.speculator import Speculator
 from kvtransfer import (
     KVReceiver,
     KVSender,
-    RankedReceiver,
-    RankedSender,
+    MultiRankReceiver,
+    MultiRankSender,
     ReceiverCallbacks,
     TransferSettings,
 )
@@ -140,12 +140,12 @@ async def worker_rig(
             lambda *commit: decode_service.on_committed(*commit),
             lambda *failure: decode_service.on_transfer_failed(*failure),
         )
-        receiver = RankedReceiver(
+        receiver = MultiRankReceiver(
             lambda callbacks: KVReceiver(decode.runner.store, INCARNATION, callbacks, settings), (), receiver_callbacks
         )
         prefill_service = PrefillService(
             prefill_engine,
-            RankedSender(sender),
+            MultiRankSender(sender),
             is_draining=draining.is_set,
             metrics=prefill_metrics,
         )

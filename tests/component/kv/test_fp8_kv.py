@@ -95,7 +95,7 @@ async def test_a_sent_prompt_continues_as_if_it_had_stayed(
     here.step((whole, len(prompt)))
     there.reserve(moved.sequence, len(prompt))
     source, target = here.runner.kv_cache, there.runner.kv_cache
-    sent = source.layout.sent_entries(len(prompt))
+    sent = source.layout.transfer_entries(len(prompt))
     from_blocks, to_blocks = (tuple(run.sequence.block_table[entry] for entry in sent) for run in (whole, moved))
     limits, outcomes = TransferSettings(transports=(transport,), shm_dir=str(tmp_path)), Outcomes()
     receiver = KVReceiver(target, INCARNATION, outcomes.callbacks(), limits)

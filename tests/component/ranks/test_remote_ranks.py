@@ -40,8 +40,8 @@ from kvtransfer import (
     ExpectedTransfer,
     KVReceiver,
     KVSender,
-    RankedReceiver,
-    RankedSender,
+    MultiRankReceiver,
+    MultiRankSender,
     TransferSpec,
 )
 from mesh.domain.errors import ConfigurationError, InvalidRequest, WorkerBusy, WorkerLost
@@ -178,10 +178,10 @@ class MovingKV:
     ) -> None:
         transfer_id, block_ids, outcomes = f"t{next(self._num_moved)}", tuple(ids), Outcomes()
         num_tokens = len(block_ids) * self._cache.layout.block_size
-        receiver = RankedReceiver(
+        receiver = MultiRankReceiver(
             lambda callbacks: KVReceiver(target, INCARNATION, callbacks, GRPC_ONLY), takers, outcomes.callbacks()
         )
-        sender = RankedSender(KVSender(source, "w", self._credentials, GRPC_ONLY), senders)
+        sender = MultiRankSender(KVSender(source, "w", self._credentials, GRPC_ONLY), senders)
         server = Server(Listen("127.0.0.1", 0, MeshKey(KEY), tls=self._credentials.tls))
         receiver.own.add_to(server.grpc)
         await server.start([SERVICE_NAME])

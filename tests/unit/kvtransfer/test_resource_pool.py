@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.transports.kept_pool import AvoidedAddresses, KeptPool
+from kvtransfer.transports.resource_pool import AvoidedAddresses, ResourcePool
 from tests.waiting import until
 
 MAX_PAIRS = 3
@@ -30,7 +30,7 @@ class FakePair:
 class Model:
     """A pool, and what is known of every pair that it ever had."""
 
-    pool: KeptPool[int, FakePair] = field(default_factory=lambda: KeptPool(MAX_PAIRS, idle_s=1000))
+    pool: ResourcePool[int, FakePair] = field(default_factory=lambda: ResourcePool(MAX_PAIRS, idle_s=1000))
     made: list[FakePair] = field(default_factory=list)
 
     def make(self) -> FakePair:
@@ -108,7 +108,7 @@ async def test_the_pair_that_was_unused_longest_makes_room() -> None:
 
 
 async def test_idle_pairs_are_closed_and_used_ones_are_not() -> None:
-    pool: KeptPool[str, FakePair] = KeptPool(MAX_PAIRS, idle_s=0)
+    pool: ResourcePool[str, FakePair] = ResourcePool(MAX_PAIRS, idle_s=0)
     used, unused = pool.add("used", FakePair), pool.add("unused", FakePair)
     assert used is not None
     assert unused is not None

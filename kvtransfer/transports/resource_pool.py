@@ -34,7 +34,7 @@ class _Entry(Generic[K]):
     idle_timer: asyncio.TimerHandle | None = None
 
 
-class KeptPool(Generic[K, R]):
+class ResourcePool(Generic[K, R]):
     """At most `max_resources` resources (None: any number), for use on one event loop; at most one of them is current
     for a key.
 

@@ -76,9 +76,9 @@ NCCL = Kind("nccl", _nccl, has_tags=False, is_mutual=False, device="cuda")
 
 
 class _RendezvousStore(Store):
-    """One side's store, made on the event loop. `rendezvous`: all that this side's group puts into it for the other side.
+    """One side's store, made on the event loop. `rendezvous`: all that this side's group puts into it for the other.
 
-    The group calls the store's methods, on the thread that makes it.
+    The group calls the store's methods, on the thread that makes the group.
     """
 
     def __init__(self, theirs: Mapping[str, bytes], *, is_mutual: bool) -> None:

@@ -1,5 +1,5 @@
-"""Senders and receivers keep some things for a peer between transfers, such as a gRPC channel, a process group or a
-mapped arena, and transports avoid some peers for a while. No I/O.
+"""What senders and receivers remember of a peer between transfers: resources, such as a gRPC connection, a process group
+or a mapped arena (ResourcePool), and that a transport has just failed there (AvoidedAddresses). No I/O.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ _AVOID_S = 60.0
 
 
 class Closable(Protocol):
-    """A kept resource, as far as the pool needs to know it."""
+    """A resource, as far as the pool needs to know it."""
 
     @property
     def is_broken(self) -> bool:

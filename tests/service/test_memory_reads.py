@@ -69,7 +69,7 @@ class PlainEngine(ReadEngine):
 
     def reach(self, rendezvous: Mapping[str, bytes]) -> Remote:
         self.num_reached += 1
-        return PlainRemote(self, int.from_bytes(told["address"], "little"))
+        return PlainRemote(self, int.from_bytes(rendezvous["address"], "little"))
 
 
 class PlainRemote(Remote):

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from bench.shapes import SHAPES, write_shape
 from decode_worker.settings import DecodeSettings
-from engine.loop import Engine
+from engine.engine import Engine
 from engine.sequence import SequenceState
 from engine.speculation.cost import CostFit, StepCost
 from engine.speculation.drafters import Drafter, Drafts

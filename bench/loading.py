@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.shapes import SHAPES, write_shape, write_weights
+from engine.loading.load_phases import PHASES, measured_load
 from engine.loading.resolve import kv_layout, resolve
-from engine.loading.times import PHASES, measured_load
 from engine.model_runner import ModelRunner
 from engine.ranks.launch import load_ranked_runner
 from engine.runner_settings import RunnerSettings

@@ -25,7 +25,8 @@ import tandem
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop, through
 from bench.shapes import write_shape
 from decode_worker.settings import DecodeSettings
-from engine.loop import EngineLoop, StepResult
+from engine.engine import StepResult
+from engine.loop import EngineLoop
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from mesh.interrupts import run_async, run_program

@@ -24,7 +24,8 @@ from contextlib import suppress
 import structlog
 
 from decode_worker.session import Event, Failed, Reserved, Session, SessionEntry, Step
-from engine.loop import EngineLoop, StepResult
+from engine.engine import StepResult
+from engine.loop import EngineLoop
 from engine.sequence import SequenceState
 from kvtransfer import ExpectedTransfer, MultiRankReceiver
 from mesh.domain.errors import (

@@ -3,7 +3,7 @@
 A scheduler without tensors plans, a model runner without policy computes. Several processes, the ranks, may compute a
 step together, each on a GPU or cores of its own (ranks/); scheduler and sampler know nothing of them.
 
-Life of a step (`Engine.step` in loop.py):
+Life of a step (`Engine.step` in engine.py, which a thread of loop.py repeats):
 
     commands    loop.py           add, reserve, commit and abort run between two steps
     schedule    scheduler.py      picks sequences, token counts, blocks (kv/)             -> ScheduledBatch (batch.py)

@@ -23,7 +23,8 @@ from opentelemetry.trace import INVALID_SPAN
 from opentelemetry.trace import Span as TraceSpan
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.loop import EngineLoop, StepResult
+from engine.engine import StepResult
+from engine.loop import EngineLoop
 from engine.sequence import SequenceState
 from kvtransfer import AnyOutgoingTransfer, MultiRankSender, TransferSpec
 from mesh.domain import kv

@@ -8,8 +8,8 @@ from functools import partial
 import structlog
 import torch
 
+from engine.loading.load_phases import load_phase, measured_load, rounded
 from engine.loading.resolve import freed_windows, resolve
-from engine.loading.times import load_phase, measured_load, rounded
 from engine.models.model_config import ModelConfig
 from engine.ranks.collectives import shared_store
 from engine.ranks.commands import Command, Report, decode_command, encode_command, encode_report

@@ -28,14 +28,14 @@ from checkpoint.model_files import tokenizer_fingerprint
 from checkpoint.partition_manifest import WeightFiles
 from engine.compiled_code import noticing_compilation
 from engine.devices import find_device, first_device, rank_devices
+from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
 from engine.kv.disk import BlockFiles, DiskCache, private_folder
 from engine.kv.page_commits import PageCommitter
 from engine.kv.sharded_cache import AnyKVCache
+from engine.loading.load_phases import measured_load, rounded
 from engine.loading.load_runner import load_model_runner, load_speculator
-from engine.loading.times import measured_load, rounded
 from engine.loading.weights import Progress
-from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_config
 from engine.ranks.launch import load_ranked_runner
@@ -96,7 +96,7 @@ class LoadedEngine:
     kv_disk: DiskCache | None
     adapters: tuple[AdapterFiles, ...]
     load_seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase, see engine.loading.times; "other" is what no phase counts."""
+    """By phase, see engine.loading.load_phases; "other" is what no phase counts."""
     rank_connections: tuple[RankConnection, ...] = ()
     """To ranks that share no memory with the leader, and move their KV themselves."""
 

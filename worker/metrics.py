@@ -51,7 +51,7 @@ class WorkerMetrics:
         self.registry.register(_Load(info, load, state))
 
     def loaded(self, seconds: Mapping[str, float]) -> None:
-        """Record how long each phase of loading the model took; see engine.loading.times."""
+        """Record how long each phase of loading the model took; see engine.loading.load_phases."""
         for phase, value in seconds.items():
             self._load_s.labels(self._role, phase).set(value)
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
+from engine.engine import StepResult
 from engine.kv.sharded_cache import AnyKVCache
-from engine.loop import EngineLoop, StepResult
+from engine.loop import EngineLoop
 from engine.runner import LayerHook
 from mesh.domain.worker import WorkerRole
 from worker.engine_settings import EngineLimits

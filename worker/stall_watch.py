@@ -9,10 +9,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import structlog
 
-from engine.loop import Busy, EngineLoop
+if TYPE_CHECKING:
+    from engine.loop import Busy, EngineLoop
 
 log = structlog.get_logger(__name__)
 
@@ -22,7 +24,7 @@ _MAX_LOOK_INTERVAL_S = 1.0
 
 
 async def watch_stalls(
-    engine: EngineLoop, *, stall_after_s: float, wedged_exit_s: float, on_change: Callable[[bool], Awaitable[None]]
+    engine: "EngineLoop", *, stall_after_s: float, wedged_exit_s: float, on_change: Callable[[bool], Awaitable[None]]
 ) -> None:
     """Call `on_change(True)` at the start of each stall of the engine and `on_change(False)` at its end, until
     cancelled. Returns if the engine is wedged, which it is once it has been stuck for `wedged_exit_s`; 0: never.
@@ -44,7 +46,7 @@ async def watch_stalls(
                 return
 
 
-async def _looks(engine: EngineLoop, interval_s: float) -> AsyncGenerator[Busy | None, None]:
+async def _looks(engine: "EngineLoop", interval_s: float) -> "AsyncGenerator[Busy | None, None]":
     """Look at the engine every `interval_s`. Time by which a look is late counts for no step: in a process that was
     stopped and goes on, or on a machine that swaps, the engine's thread stood still, too.
     """
@@ -61,5 +63,5 @@ async def _looks(engine: EngineLoop, interval_s: float) -> AsyncGenerator[Busy |
         await asyncio.sleep(interval_s)
 
 
-def _is_over(busy: Busy | None, limit_s: float) -> bool:
+def _is_over(busy: "Busy | None", limit_s: float) -> bool:
     return busy is not None and busy.for_s >= limit_s * max(1.0, busy.num_tokens / _PLAIN_STEP_TOKENS)

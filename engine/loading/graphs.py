@@ -15,7 +15,7 @@ from engine.attention.triton_paged import FEW_QUERIES
 from engine.decode_graphs import Capture, CudaCapture, DecodeBuffers, DecodeGraphs, StepShape, step_shapes
 from engine.kv.budget import gib
 from engine.kv.cache import KVCache
-from engine.loading.step_memory import row_numbers
+from engine.loading.activation_memory import row_numbers
 from engine.memory import device_memory
 from engine.model import LayerGroups
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig

@@ -13,20 +13,13 @@ from engine.attention.views import block_parts
 from engine.compiled_code import compile_helpers, reported_code
 from engine.devices import find_device
 from engine.kv.cache import KVCache
+from engine.loading.activation_memory import step_bytes
 from engine.loading.graphs import graph_bytes, load_graphs
+from engine.loading.load_phases import load_phase
+from engine.loading.memory_needs import enter_ledger, kv_blocks, weights_bytes
 from engine.loading.resolve import freed_windows, kv_layout, resolve, why_eager
-from engine.loading.runner_parts import (
-    assemble_runner,
-    decoder_memory,
-    enter_ledger,
-    kv_blocks,
-    load_packed,
-    load_parameters,
-    specs_of,
-    weights_bytes,
-)
-from engine.loading.step_memory import step_bytes
-from engine.loading.times import load_phase
+from engine.loading.runner_parts import assemble_runner, decoder_memory, load_packed, load_parameters
+from engine.loading.stored_parameters import specs_of
 from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.models.adapters import adapter_shapes, load_adapter

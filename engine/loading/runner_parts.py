@@ -1,14 +1,9 @@
 """The parts of a runner, as every rank loads them: weights, decoder memory, memory for KV; and their assembly."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from math import prod
-
 import torch
 
 from checkpoint.grammar import GrammarCompiler
 from checkpoint.partition_manifest import read_partition
-from checkpoint.tensors import open_checkpoint
 from engine.adapter_slots import AdapterSlots
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention
@@ -16,36 +11,28 @@ from engine.attention.select import AttentionTarget, select_backend
 from engine.attention.triton_paged import TritonAttention
 from engine.attention.views import View, parts_of, view_of_layer
 from engine.decode_graphs import DecodeGraphs
-from engine.kv.budget import KVMemoryShare
 from engine.kv.cache import KVCache
 from engine.kv.scales import NO_SCALES, read_kv_scales, scale_names
 from engine.kv.sharded_cache import AnyKVCache
-from engine.loading.dummy_weights import dummy_values
+from engine.loading.dummy_values import dummy_values
+from engine.loading.load_phases import load_phase
 from engine.loading.partition import read_rank
 from engine.loading.resolve import kv_layout, why_eager
-from engine.loading.times import load_phase
 from engine.loading.weights import Progress, WeightsTarget, held, load_weights, parameters_of, target_of_table
 from engine.memory import return_freed_memory
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
-from engine.models.encoder_decoder.parameters import encoder_decoder_specs
-from engine.models.encodings import OUTPUT, OUTPUT_ENCODINGS, Parameters
+from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import pack_decoder
 from engine.models.packed_weights import PackedDecoder
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
-from engine.models.rounding import INT4_GROUP
 from engine.models.share import RankShare, share_specs
 from engine.runner_settings import RunnerSettings
 from engine.sampling.masks import TokenMasks
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import KVLayout, Span
-
-_MATRIX_BYTES = {"int8": 1, "int4": 0.5 + 3 / INT4_GROUP, "fp8": 2}
-"""Bytes per number of a matrix, by encoding, at most. Groups in int4 have a scale and a zero, or a step of int8 and a
-low end, which take less; models in fp8 may have some matrices in bf16.
-"""
+from mesh.domain.kv import Span
 
 
 def assemble_runner(
@@ -168,53 +155,3 @@ def dummy_weights(
 def _scales_kv(settings: RunnerSettings) -> bool:
     """True if the checkpoint's scales of KV are used, if it has any."""
     return settings.kv_dtype == "fp8" and settings.load_format != "dummy"
-
-
-def specs_of(settings: RunnerSettings, config: AnyConfig) -> list[ParameterSpec]:
-    """The model's parameters, whole. Reads the headers of an encoder-decoder's checkpoint."""
-    if not isinstance(config, EncoderDecoderConfig):
-        return parameter_specs(config)
-    # config.json does not state reliably whether the output matrix is tied.
-    own_lm_head = settings.load_format != "dummy" and "lm_head.weight" in open_checkpoint(settings.model_dir)
-    return encoder_decoder_specs(config, own_lm_head=own_lm_head)
-
-
-def kv_blocks(layout: KVLayout, settings: RunnerSettings, memory_share: KVMemoryShare) -> AbstractContextManager[int]:
-    """Yields the number of KV blocks to allocate inside the `with` block; see KVMemoryShare.blocks."""
-    block_bytes = layout.block_bytes + settings.companion_block_bytes
-    return memory_share.blocks(block_bytes, num_blocks=settings.num_blocks, max_blocks=settings.max_blocks)
-
-
-def enter_ledger(settings: RunnerSettings, config: AnyConfig, later_bytes: int = 0) -> KVMemoryShare:
-    """Announce a worker that loads the model and its adapters, and takes `later_bytes` after its KV."""
-    device = torch.device(settings.device)
-    if (partition := read_partition(settings.model_dir)) is not None:
-        mapped_bytes = {partition.identity: partition.num_bytes}
-        num_bytes = partition.num_bytes + settings.adapter_bytes
-        return KVMemoryShare.enter(device, settings.kv_memory, num_bytes, mapped_bytes)
-    is_packed = isinstance(config, ModelConfig) and why_eager(settings, config, kv_layout(config, settings)) is None
-    num_bytes = weights_bytes(settings, specs_of(settings, config), config, is_packed=is_packed)
-    num_bytes += settings.adapter_bytes
-    return KVMemoryShare.enter(device, settings.kv_memory, num_bytes, later_bytes=later_bytes)
-
-
-def weights_bytes(
-    settings: RunnerSettings, specs: Sequence[ParameterSpec], config: AnyConfig, *, is_packed: bool = False
-) -> int:
-    """Memory of the parameters that are held, without scales of outputs. `is_packed`: for the compiled decoder, which
-    stores a tied output matrix in addition to the embedding.
-    """
-    encoding = settings.encoding
-    target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype), encoding, is_packed)
-
-    def itemsize(spec: ParameterSpec) -> float:
-        if spec.is_matrix or spec.name == OUTPUT:
-            own = OUTPUT_ENCODINGS.get(encoding, encoding) if spec.name == OUTPUT else encoding
-            return _MATRIX_BYTES.get(own, target.dtype_of(spec).itemsize)
-        return target_of_table(spec, getattr(torch, config.dtype), target).dtype_of(spec).itemsize
-
-    num_bytes = sum(prod(spec.held_shape) * itemsize(spec) for spec in specs if spec.is_held)
-    if is_packed and isinstance(config, ModelConfig) and config.tied:
-        output = _MATRIX_BYTES.get(OUTPUT_ENCODINGS.get(encoding, encoding), target.dtype.itemsize)
-        num_bytes += config.vocab_size * config.embed_width * output
-    return int(num_bytes)

@@ -10,10 +10,13 @@ from pathlib import Path
 from checkpoint.tensors import StoredTensor, open_checkpoint
 from checkpoint.text_part import possible_names
 from engine.kernels.cpu.machine import IN_BF16, IN_FP32, STEP_GROUP, knows_vnni
+from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.models.encoder_decoder.parameters import encoder_decoder_specs
 from engine.models.encodings import OUTPUT, Forms, StoredMatrices
-from engine.models.parameters import ParameterSpec, Source, Stack
+from engine.models.parameters import ParameterSpec, Source, Stack, parameter_specs
 from engine.quantized_formats.config import Quantization, read_quantization
 from engine.quantized_formats.modules import QuantizedModule, find_module, find_stacked, stores_quantized
+from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 
 _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -26,6 +29,15 @@ def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
 
 _STACKED_SCALES = ("_scale_inv", "_scale", ".weight_scale_inv", ".weight_scale")
 """Suffixes of the names of scales, after the name of the tensor that stacks the matrices of experts."""
+
+
+def specs_of(settings: RunnerSettings, config: AnyConfig) -> list[ParameterSpec]:
+    """The model's parameters, whole. Reads the headers of an encoder-decoder's checkpoint."""
+    if not isinstance(config, EncoderDecoderConfig):
+        return parameter_specs(config)
+    # config.json does not state reliably whether the output matrix is tied.
+    own_lm_head = settings.load_format != "dummy" and "lm_head.weight" in open_checkpoint(settings.model_dir)
+    return encoder_decoder_specs(config, own_lm_head=own_lm_head)
 
 
 def open_stored(model_dir: Path, specs: Iterable[ParameterSpec]) -> dict[str, StoredTensor]:

@@ -24,6 +24,7 @@ from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite, why_not_finite
 from engine.kernels.cpu.machine import IN_BF16, IN_FP32
 from engine.kernels.cpu.products.nibbles import E2M1_ZERO
+from engine.loading.load_phases import load_phase
 from engine.loading.mapped_files import open_mapped, read_part
 from engine.loading.stored_parameters import (
     find_modules,
@@ -34,7 +35,6 @@ from engine.loading.stored_parameters import (
     rounds_to_steps,
     stored_name,
 )
-from engine.loading.times import load_phase
 from engine.loading.unused_tensors import report_unused
 from engine.memory import release_pages
 from engine.models.encodings import (

@@ -254,7 +254,7 @@ class CompiledDecoder:
 
 
 def _all_kernels(weights: Weights) -> list[int]:
-    """The numbers of all kernels. Products of checkpoints in 4 bits, which dummy weights cannot be, are compiled now."""
+    """The numbers of all kernels. Products of checkpoints in 4 bits, which no dummy weights are, are compiled now."""
     if weights.packed.dtype == np.int64:
         product_code(weights._replace(packed=np.empty(0, np.uint8)))
     return list(LAYER_KERNELS)

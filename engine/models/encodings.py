@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.loading.times import load_phase
+from engine.loading.load_phases import load_phase
 from engine.models.rounding import INT4_GROUP, round_to_int4, round_to_int8, round_to_int8_groups, round_to_steps
 
 IN_STEPS = "int4 in int8"

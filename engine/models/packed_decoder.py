@@ -13,7 +13,7 @@ from engine.kernels.cpu.arguments import Array, Floats
 from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, PANEL
 from engine.kernels.cpu.products.packing import MatrixShape, Packer, as_array, unit_runs
 from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
-from engine.loading.times import load_phase
+from engine.loading.load_phases import load_phase
 from engine.models.activations import xielu_parameters
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.encodings import IN_STEPS, OUTPUT, PACKED, Forms, LinearParameters, Parameters

@@ -23,10 +23,10 @@ import structlog
 
 from engine.compiled_code import reported_code
 from engine.kv.sharded_cache import ShardedKVCache
+from engine.loading.load_phases import load_phase
 from engine.loading.load_runner import load_model_runner
+from engine.loading.memory_needs import enter_ledger, kv_blocks
 from engine.loading.resolve import kv_layout, resolve, why_eager
-from engine.loading.runner_parts import enter_ledger, kv_blocks
-from engine.loading.times import load_phase
 from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.models.encodings import CUT_BY_INPUTS

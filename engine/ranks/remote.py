@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from engine.kv.budget import KVMemoryShare
 from engine.kv.cache import KVCache
+from engine.loading.activation_memory import step_bytes
 from engine.loading.graphs import graph_bytes
+from engine.loading.memory_needs import weights_bytes
 from engine.loading.resolve import kv_layout, resolve
-from engine.loading.runner_parts import weights_bytes
-from engine.loading.step_memory import step_bytes
 from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.models.encodings import CUT_BY_INPUTS

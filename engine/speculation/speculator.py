@@ -7,14 +7,17 @@ the acceptance of each sequence), allocate blocks for their KV, draft. After the
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from engine.batch import ScheduledBatch, ScheduledSequence, batch_order
 from engine.runner import RunnerOutput
-from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.speculation.cost import Acceptance, CostFit, DraftCosts, plan_lengths
 from engine.speculation.drafters import Drafter, Drafts
 from mesh.domain.tokens import SequenceKey
+
+if TYPE_CHECKING:
+    from engine.scheduler import Scheduler
 
 # Prior acceptance rate of a draft, before the first one and after long pauses.
 _PRIOR_RATE = 0.8
@@ -40,7 +43,7 @@ class Speculator:
         self._undrafted: set[SequenceKey] = set()  # sequences that get no more drafts
         self._began_s: dict[int, float] = {}  # by the number of a batch in flight
 
-    def extend(self, batch: ScheduledBatch, scheduler: Scheduler) -> ScheduledBatch:
+    def extend(self, batch: ScheduledBatch, scheduler: "Scheduler") -> ScheduledBatch:
         """The batch with drafts appended to sequences that decode. Call `learn` with it after the step."""
         has_states = scheduler.config.state_blocks > 0
         costs = DraftCosts(self._fit.cost, self.drafter.round_cost(), is_repeated=has_states)
@@ -85,7 +88,7 @@ class Speculator:
         self._undrafted.discard(sequence.key)
         self.drafter.forget(sequence)
 
-    def _plan(self, sequences: list[SequenceState], scheduler: Scheduler, costs: DraftCosts) -> list[int]:
+    def _plan(self, sequences: list[SequenceState], scheduler: "Scheduler", costs: DraftCosts) -> list[int]:
         """Number of drafts per sequence. The drafter is not called for sequences with a low acceptance."""
         rates, min_rate = list(map(self._rate, sequences)), costs.min_rate(len(sequences))
         limits = [
@@ -96,7 +99,7 @@ class Speculator:
             return limits
         return plan_lengths(rates, self.drafter.limits(sequences, limits), costs)
 
-    def _limit(self, sequence: SequenceState, scheduler: Scheduler) -> int:
+    def _limit(self, sequence: SequenceState, scheduler: "Scheduler") -> int:
         """Drafts that the sequence can emit, together with the token sampled after them."""
         max_tokens = min(sequence.spec.max_total_tokens, scheduler.config.max_model_len)
         return max(0, min(self._max_drafts, max_tokens - sequence.num_tokens - 1))

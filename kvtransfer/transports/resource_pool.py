@@ -1,5 +1,5 @@
-"""What senders and receivers remember of a peer between transfers: resources, such as a gRPC connection, a process group
-or a mapped arena (ResourcePool), and that a transport has just failed there (AvoidedAddresses). No I/O.
+"""Senders and receivers keep resources for a peer between transfers, such as a gRPC connection, a process group or a
+mapped arena (ResourcePool), and avoid peers where a transport has just failed (AvoidedAddresses). No I/O.
 """
 
 import asyncio

@@ -24,9 +24,9 @@ import torch
 from decode_worker.settings import DecodeSettings
 from engine.compiled_code import noticing_compilation
 from engine.cores import threads_born_on
+from engine.engine import StepResult
 from engine.kernels.cpu.machine import knows_bf16
 from engine.kernels.cpu.threads.phases import PHASES, cycles_per_ms
-from engine.loop import StepResult
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
 from engine.sequence import SequenceState

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from decode_worker.settings import DecodeSettings
 from engine.loading.load_runner import draft_block_bytes
 from engine.loading.resolve import kv_layout, resolve
-from engine.loading.runner_parts import specs_of
+from engine.loading.stored_parameters import specs_of
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
 from engine.runner_settings import RunnerSettings

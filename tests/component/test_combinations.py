@@ -17,10 +17,10 @@ from random import Random
 import pytest
 import torch
 
+from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache
 from engine.kv.disk import BlockFiles, DiskCache
-from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState

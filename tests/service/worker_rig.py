@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
+from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
-from engine.loop import Engine, EngineLoop
+from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from engine.settings import SchedulerConfig
 from engine.speculation.speculator import Speculator

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from bench.shapes import write_shape
 from engine.kernels.cpu.machine import why_no_loops
+from engine.loading.memory_needs import weights_bytes
 from engine.loading.resolve import kv_layout, resolve
-from engine.loading.runner_parts import load_packed, load_parameters, weights_bytes
+from engine.loading.runner_parts import load_packed, load_parameters
 from engine.models.packed_weights import write_packed
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config

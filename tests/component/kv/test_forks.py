@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
-from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState

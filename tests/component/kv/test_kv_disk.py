@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from decode_worker.settings import DecodeSettings
+from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
 from engine.kv.disk import BlockFiles, DiskCache
 from engine.loading.load_runner import load_model_runner
 from engine.loading.weights import Progress
-from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler

@@ -99,7 +99,7 @@ def test_six_real_workers(checkpoint: Checkpoint, ledger: str, repaired: Repaire
         memory = DeviceMemory("cpu", 2 * free_bytes, free_bytes, is_lazy=True)
         patch.setattr("engine.kv.budget.device_memory", lambda _: memory)
         # Their weights, which are not in this made-up memory.
-        patch.setattr("engine.loading.runner_parts.weights_bytes", lambda *_, **__: 0)
+        patch.setattr("engine.loading.memory_needs.weights_bytes", lambda *_, **__: 0)
         with ThreadPoolExecutor(NUM_WORKERS) as threads:
             runners = list(threads.map(lambda _: load_model_runner(wanted), range(NUM_WORKERS)))
     blocks = [runner.kv_cache.num_blocks for runner in runners]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
-from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState

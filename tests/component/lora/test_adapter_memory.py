@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from engine.loading.memory_needs import enter_ledger
 from engine.loading.resolve import resolve
-from engine.loading.runner_parts import enter_ledger
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
 from tests.component.lora.adapters import read_adapters, write_adapter

@@ -21,8 +21,8 @@ import torch
 from structlog.testing import capture_logs
 
 from engine.kernels.cpu.machine import why_no_loops
+from engine.loading.load_phases import measured_load
 from engine.loading.resolve import resolve
-from engine.loading.times import measured_load
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks import launch

@@ -14,8 +14,8 @@ from llguidance import LLMatcher
 
 from decode_worker.settings import DecodeSettings
 from engine.batch import ScheduledBatch
+from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
-from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.prompt_pace import PromptPace
 from engine.runner import FinishBatch, LayerHook
@@ -178,7 +178,7 @@ def test_sequences_whose_tokens_are_computed_again_set_the_pace_of_prompts(
         def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
             observed.append((num_decoding, num_prompt_tokens))
 
-    monkeypatch.setattr("engine.loop.PromptPace", ObservedPace)
+    monkeypatch.setattr("engine.engine.PromptPace", ObservedPace)
     runner = load_arm(checkpoint("qwen3.5"), "compiled", num_blocks=400)
     plain, _ = answer(runner, None, requests()[:1])
     observed.clear()

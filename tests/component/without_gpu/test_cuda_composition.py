@@ -11,9 +11,9 @@ from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kv.cache import KVCache
+from engine.loading.activation_memory import activation_bytes
 from engine.loading.resolve import kv_layout
 from engine.loading.runner_parts import assemble_runner, dummy_weights
-from engine.loading.step_memory import activation_bytes
 from engine.loading.weights import WeightsTarget
 from engine.model import DecoderMemory
 from engine.model_runner import ModelRunner

@@ -12,7 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from engine.loop import Engine, EngineLoop
+from engine.engine import Engine
+from engine.loop import EngineLoop
 from engine.sequence import SequenceState
 from mesh.domain.errors import WorkerDraining
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState

@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 from engine import loop as loop_module
 from engine.batch import ScheduledBatch
 from engine.cores import ComputeCores
+from engine.engine import Engine, StepResult
 from engine.kv.block_pool import BlockPool
-from engine.loop import Engine, EngineLoop, StepResult
+from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from engine.sequence import BlockPayloads, SequenceState
 from engine.settings import SchedulerConfig

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch
+from engine.engine import Engine, StepResult
 from engine.kv.block_pool import BlockPool
-from engine.loop import Engine, StepResult
 from engine.runner import FinishBatch, LayerHook
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from engine.batch import ScheduledBatch
+from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
-from engine.loop import Engine
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from decode_worker.settings import DecodeSettings
 from engine.batch import ScheduledBatch
+from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
-from engine.loop import Engine
 from engine.runner import FinishBatch, LayerHook
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState

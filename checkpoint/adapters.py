@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.config_json import read_json, require_searchable
+from checkpoint.multimodal import other_part
 from checkpoint.source import home_expanded
 from checkpoint.tensors import StoredTensor, read_header
-from checkpoint.text_part import other_part
 from mesh.domain.errors import ConfigurationError
 
 CONFIG_FILE = "adapter_config.json"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
-from checkpoint.text_part import OTHER_KINDS, TEXT_MODELS, WRAPPERS
+from checkpoint.multimodal import OTHER_KINDS, TEXT_MODELS, WRAPPERS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.json_text import parse_json
 

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from checkpoint.gbnf import lark_of
-from checkpoint.model_files import read_model_facts
+from checkpoint.model_facts import read_model_facts
 from checkpoint.tokenizer_files import load_tokenizer, own_end_token
 from mesh.domain.embedded_schemas import schemas_in
 from mesh.domain.errors import InvalidRequest

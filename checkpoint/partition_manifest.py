@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from checkpoint.new_folder import checkpoint_files, is_of_weights
+from checkpoint.files import checkpoint_files, is_of_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.json_text import parse_json
 from mesh.domain.kv import Degrees

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from checkpoint.model_files import RopeOverride
+from checkpoint.rope_override import RopeOverride
 from checkpoint.source import ModelSource, Progress
 from mesh.rpc.settings import MemberSettings
 from mesh.settings import setting

@@ -32,7 +32,7 @@ from checkpoint.byte_level_bpe import (
     read_tiktoken,
 )
 from checkpoint.config_json import read_json
-from checkpoint.model_files import (
+from checkpoint.tokenizer_fingerprint import (
     ALL_IN_ONE,
     BYTE_LEVEL,
     SENTENCEPIECE,

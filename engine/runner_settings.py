@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoint.adapters import AdapterFiles, adapters_bytes
-from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from engine.settings import LAYERS_PER_GROUP, NO_GRAPHS, GraphSettings, KVMemorySettings, require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees

@@ -12,7 +12,9 @@ import structlog
 
 from checkpoint.config_json import read_json
 from checkpoint.generation_config import read_sampling_defaults, read_stop_strings
-from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts, tokenizer_settings
+from checkpoint.model_facts import ModelFacts, read_model_facts
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.tokenizer_fingerprint import tokenizer_settings
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.domain.request import SequenceSpec
 from mesh.domain.worker import WorkerInfo

@@ -24,8 +24,8 @@ import structlog
 import torch
 
 from checkpoint.adapters import AdapterFiles
-from checkpoint.model_files import tokenizer_fingerprint
 from checkpoint.partition_manifest import WeightFiles
+from checkpoint.tokenizer_fingerprint import tokenizer_fingerprint
 from engine.compiled_code import noticing_compilation
 from engine.devices import find_device, first_device, rank_devices
 from engine.engine import Engine

@@ -7,7 +7,8 @@ import structlog
 import torch
 
 from checkpoint.adapters import AdapterFiles
-from checkpoint.model_files import NO_ROPE_OVERRIDE, read_model_facts
+from checkpoint.model_facts import read_model_facts
+from checkpoint.rope_override import NO_ROPE_OVERRIDE
 from engine.adapter_slots import AdapterSlots
 from engine.attention.views import block_parts
 from engine.compiled_code import compile_helpers, reported_code

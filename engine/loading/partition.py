@@ -15,7 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from checkpoint.new_folder import copy_other_files, new_folder
+from checkpoint.files import copy_other_files
+from checkpoint.new_folder import new_folder
 from checkpoint.partition_manifest import (
     MANIFEST,
     VERSION,

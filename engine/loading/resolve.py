@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.partition_manifest import read_partition
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.devices import find_device, num_devices
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni, why_no_loops

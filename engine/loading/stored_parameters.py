@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+from checkpoint.multimodal import possible_names
 from checkpoint.tensors import StoredTensor, open_checkpoint
-from checkpoint.text_part import possible_names
 from engine.kernels.cpu.machine import IN_BF16, IN_FP32, STEP_GROUP, knows_vnni
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.parameters import encoder_decoder_specs

@@ -10,8 +10,8 @@ from pathlib import Path
 import structlog
 import torch
 
+from checkpoint.multimodal import other_part
 from checkpoint.tensors import StoredTensor, are_equal
-from checkpoint.text_part import other_part
 from engine.loading.mapped_files import read_stored
 from mesh.domain.errors import ConfigurationError
 

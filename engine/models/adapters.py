@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from checkpoint.adapters import AdapterFiles, AdapterMatrix
+from checkpoint.multimodal import possible_names
 from checkpoint.tensors import StoredTensor
-from checkpoint.text_part import possible_names
 from engine.finite import is_finite
 from engine.models.parameters import ParameterSpec, Source
 from mesh.domain.errors import ConfigurationError

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from checkpoint.config_json import RawConfig, read_config, texts
-from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
-from checkpoint.text_part import WRAPPERS
+from checkpoint.multimodal import WRAPPERS
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.experts_config import check_experts
 from engine.models.families.bloom import bloom, mpt

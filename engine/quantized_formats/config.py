@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from checkpoint.config_json import read_config, read_json
-from checkpoint.text_part import names_in_programs
+from checkpoint.multimodal import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS
 from mesh.domain.errors import ConfigurationError
 

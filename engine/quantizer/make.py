@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from checkpoint.config_json import read_json
-from checkpoint.new_folder import copy_other_files, new_folder
-from checkpoint.text_part import other_part
+from checkpoint.files import copy_other_files
+from checkpoint.multimodal import other_part
+from checkpoint.new_folder import new_folder
 from engine.finite import is_finite
 from engine.loading.mapped_files import read_stored
 from engine.loading.weights import WeightsTarget, load_weights

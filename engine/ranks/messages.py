@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from checkpoint.adapters import read_adapter
-from checkpoint.model_files import RopeOverride
+from checkpoint.rope_override import RopeOverride
 from engine.runner_settings import RunnerSettings
 from engine.settings import GraphSettings
 from mesh.domain.errors import ConfigurationError

@@ -26,8 +26,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpoint.config_json import read_json
-from checkpoint.model_files import tokenizer_settings
 from checkpoint.source import NAMED_TEMPLATES
+from checkpoint.tokenizer_fingerprint import tokenizer_settings
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from mesh.domain.json_text import parse_json
 from router.text import template_marks, template_turns

@@ -14,8 +14,9 @@ from torch import Tensor
 from checkpoint.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from checkpoint.adapters import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from checkpoint.config_json import read_config, read_json, require_searchable
+from checkpoint.files import copy_other_files, require_other_files
 from checkpoint.gguf.file import hint_at_gguf
-from checkpoint.new_folder import copy_other_files, new_folder, require_other_files
+from checkpoint.new_folder import new_folder
 from checkpoint.tensors import SINGLE_FILE
 from checkpoint.watched_files import WatchedFiles
 from engine.bus_errors import name_if_cut_off

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from checkpoint.config_json import read_config, require_searchable
+from checkpoint.files import copy_other_files, require_other_files
 from checkpoint.gguf.file import GgufFile, gguf_parts, open_gguf
 from checkpoint.gguf.models import GgufModel
 from checkpoint.gguf.tokenizer import generation_config, write_tokenizer
-from checkpoint.model_files import tokenizer_source
-from checkpoint.new_folder import copy_other_files, new_folder, require_other_files
+from checkpoint.new_folder import new_folder
 from checkpoint.partition_manifest import MANIFEST
 from checkpoint.tokenizer_files import load_tokenizer
+from checkpoint.tokenizer_fingerprint import tokenizer_source
 from checkpoint.watched_files import WatchedFiles
 from engine.bus_errors import name_if_cut_off
 from engine.quantizer.shards import ShardWriter

@@ -6,7 +6,8 @@ import time
 from dataclasses import replace
 from shlex import quote
 
-from checkpoint.new_folder import require_absent, require_other_files
+from checkpoint.files import require_other_files
+from checkpoint.new_folder import require_absent
 from checkpoint.partition_manifest import Partition, read_partition, source_of
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from checkpoint.new_folder import require_absent, require_other_files
+from checkpoint.files import require_other_files
+from checkpoint.new_folder import require_absent
 from checkpoint.source import ModelSource
 from engine.models.model_config import ModelConfig
 from engine.quantizer import IN_GROUPS

@@ -17,7 +17,8 @@ from typing import Any
 
 from rich.table import Table
 
-from checkpoint.new_folder import FULL, checkpoint_files
+from checkpoint.files import checkpoint_files
+from checkpoint.new_folder import FULL
 from checkpoint.source import ModelSource
 from checkpoint.watched_files import WatchedFiles
 from engine.loading.resolve import fingerprint

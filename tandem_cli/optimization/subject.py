@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.new_folder import checkpoint_files, is_of_weights
+from checkpoint.files import checkpoint_files, is_of_weights
 from checkpoint.partition_manifest import checksum
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
 from checkpoint.config_json import text_part
-from checkpoint.text_part import other_part
+from checkpoint.multimodal import other_part
 from tests.component.checkpoints import WINDOW, randomise, save_tokenizer
 
 _TEXT = {

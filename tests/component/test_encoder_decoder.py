@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.model_files import read_model_facts
+from checkpoint.model_facts import read_model_facts
 from decode_worker.settings import DecodeSettings
 from engine.loading.load_runner import draft_block_bytes, load_model_runner
 from engine.model_runner import ModelRunner

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from transformers import AutoConfig
 
-from checkpoint.text_part import TEXT_MODELS
+from checkpoint.multimodal import TEXT_MODELS
 from engine.loading.load_runner import load_model_runner
 from engine.models.adapters import load_adapter
 from engine.models.parameters import parameter_specs

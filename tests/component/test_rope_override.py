@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_model_facts
+from checkpoint.model_facts import read_model_facts
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from decode_worker.settings import DecodeSettings
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import kv_layout

@@ -17,7 +17,7 @@ import tiktoken
 from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer
 
-from checkpoint.model_files import BYTE_LEVEL, tokenizer_fingerprint
+from checkpoint.tokenizer_fingerprint import BYTE_LEVEL, tokenizer_fingerprint
 from mesh.domain.errors import ConfigurationError
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.model_files import read_model_facts
+from checkpoint.model_facts import read_model_facts
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.rpc.channel import open_channel
 from router.__main__ import RouterProcess

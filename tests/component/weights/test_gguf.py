@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from checkpoint.gguf.architectures import ARCHITECTURES, Metadata
 from checkpoint.gguf.file import GgufFile, open_gguf
 from checkpoint.gguf.tokenizer import _WORDS
-from checkpoint.model_files import read_model_facts
+from checkpoint.model_facts import read_model_facts
 from checkpoint.partition_manifest import MANIFEST
 from checkpoint.source import ModelSource
 from checkpoint.tokenizer_files import load_tokenizer

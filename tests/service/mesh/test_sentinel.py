@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tandem
-from checkpoint.model_files import read_model_facts
+from checkpoint.model_facts import read_model_facts
 from mesh.domain.errors import ConfigurationError
 from mesh.redis_connection import FAILURES, WORKERS, name_in, open_redis, require_registry
 from mesh.rpc.credentials import Credentials, MeshKey

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.new_folder import checkpoint_files, copy_other_files, new_folder, require_other_files
+from checkpoint.files import checkpoint_files, copy_other_files, require_other_files
+from checkpoint.new_folder import new_folder
 from mesh.domain.errors import ConfigurationError
 from tests.e2e.mesh_process import START_S
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from checkpoint.model_files import RopeOverride, read_model_facts
+from checkpoint.model_facts import read_model_facts
+from checkpoint.rope_override import RopeOverride
 from engine.models.read_config import load_config
 from mesh.domain.errors import ConfigurationError
 

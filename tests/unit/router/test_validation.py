@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.model_files import ModelFacts
+from checkpoint.model_facts import ModelFacts
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from mesh.domain.request import SamplingParams, Structure, StructureKind
 from router.served_model import LimitPolicy

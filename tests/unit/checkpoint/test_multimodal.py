@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.model_files import read_model_facts
+from checkpoint.model_facts import read_model_facts
 from engine.models.read_config import load_config
 from mesh.domain.errors import ConfigurationError
 

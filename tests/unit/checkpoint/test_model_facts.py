@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_model_facts, tokenizer_fingerprint
+from checkpoint.model_facts import read_model_facts
+from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.tokenizer_fingerprint import tokenizer_fingerprint
 from engine.models.model_config import parse_rope
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings

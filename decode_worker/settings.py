@@ -66,7 +66,10 @@ class DecodeSettings(WorkerSettings):
         if self.speculative == "draft" and not self.draft_model:
             raise ConfigurationError("speculative=draft needs a draft_model")
         if self.speculative in ("none", "ngram") and self.draft_model:
-            raise ConfigurationError(f"draft_model={self.draft_model} and speculative={self.speculative} do not fit")
+            raise ConfigurationError(
+                f"draft_model={self.draft_model} and speculative={self.speculative} do not fit: "
+                "set speculative=draft, or leave draft_model out"
+            )
 
     @property
     def step_tokens(self) -> int:

@@ -36,9 +36,9 @@ from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh.logs import LogLimit
-from mesh.public_tls import Renewed
+from mesh.public_tls import CertificateReloader
 
-TlsContext = Renewed[ssl.SSLContext]
+TlsContext = CertificateReloader[ssl.SSLContext]
 
 log = structlog.get_logger(__name__)
 

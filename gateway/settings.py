@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from mesh.domain.errors import ConfigurationError
 from mesh.process import ProcessSettings
-from mesh.public_tls import PublicTlsSettings, Renewed, server_context
+from mesh.public_tls import CertificateReloader, PublicTlsSettings, server_context
 from mesh.setting_checks import require_above_zero
 from mesh.settings import setting
 
@@ -112,10 +112,10 @@ class GatewaySettings(ProcessSettings, PublicTlsSettings):
             raise ConfigurationError("router_tls_ca and router_tls_name need router_tls")
         self.load_public_tls()
 
-    def load_public_tls(self) -> Renewed[ssl.SSLContext] | None:
+    def load_public_tls(self) -> CertificateReloader[ssl.SSLContext] | None:
         """Read the certificate; None for plain HTTP. Raises ConfigurationError."""
         files = self.public_tls_files()
-        return Renewed(files, server_context) if files else None
+        return CertificateReloader(files, server_context) if files else None
 
     @property
     def allowed_origins(self) -> list[str]:

@@ -6,7 +6,7 @@ Life of a transfer here:
     push()        runs the conversation, one gRPC call: checks open and chooses a transport; checks each chunk, waits
                   for it, writes and verifies it on a thread, acknowledges it; checks commit. If the sender's KV lies in
                   several processes, there are as many conversations, see incoming_transfer.py
-    serve()       runs one over a link; the link's thread checks, writes, verifies and acknowledges chunks
+    serve_call()  runs one over a link; the link's thread checks, writes, verifies and acknowledges chunks
     on_committed  all KV has arrived and is verified
     on_failed     the transfer failed: a chunk did not verify, the layout differs, or the sender disconnected, was
                   silent for a lease, or never came
@@ -101,7 +101,7 @@ class KVReceiver:
         self._copying = threading.BoundedSemaphore(self._settings.num_threads)  # of the threads of links
         self._incoming: dict[str, _Incoming] = {}
         for transport in self._transports:
-            transport.serve(self.serve)
+            transport.serve_links(self.serve_call)
 
     def expect(self, expected: ExpectedTransfer) -> None:
         """Let a transfer come. Raises ValueError if its id is in use, or its blocks do not fit its tokens."""
@@ -170,7 +170,7 @@ class KVReceiver:
             await asyncio.wait([task])
             mark_retrieved(task)
 
-    async def serve(self, call: Call) -> None:
+    async def serve_call(self, call: Call) -> None:
         """Run one conversation over a link."""
         task = asyncio.current_task()
         assert task is not None
@@ -307,7 +307,10 @@ class KVReceiver:
                     return offer.name, source
         offer_names = ", ".join(offer.name for offer in offers) or "none"
         names = ", ".join(transport.name for transport in self._transports)
-        raise LayoutMismatch(f"no common KV transport: the sender offers {offer_names}; the receiver has {names}")
+        raise LayoutMismatch(
+            f"no common KV transport: the sender offers {offer_names}; the receiver has {names}: name one of them in "
+            "kv_transports of both workers"
+        )
 
     def _never_opened(self, transfer_id: str) -> None:
         limit = self._settings.opening_lease_s

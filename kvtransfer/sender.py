@@ -50,7 +50,8 @@ class KVSender:
         max_chunk_bytes = max(settings.chunk_bytes, store.layout.layer_block_bytes)
         if max_chunk_bytes > MAX_MESSAGE_BYTES // 2:
             raise ConfigurationError(
-                f"one block of one layer has {max_chunk_bytes} bytes: too many; use smaller blocks"
+                f"one block of one layer has {max_chunk_bytes} bytes, over the limit of {MAX_MESSAGE_BYTES // 2}: "
+                "set a smaller block_size"
             )
         self._resources = SenderResources(
             store=store,

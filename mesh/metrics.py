@@ -91,7 +91,7 @@ class OnLoop(Collector):
         yield from asyncio.run_coroutine_threadsafe(on_loop(), self._loop).result(_READ_TIMEOUT_S)
 
 
-class Gaps(Collector):
+class FastHistogram(Collector):
     """A histogram for values that arise with every token. It takes no lock, so `add` costs a fifth of the library's
     `observe`. Only one thread may add; any thread may collect.
     """
@@ -132,8 +132,8 @@ async def watching_loop(registry: CollectorRegistry) -> AsyncIterator[None]:
     machine other processes add to the lag, so a second metric (the stop) caps the lag at the CPU time that this process
     used meanwhile, on any thread: a thread that holds the interpreter lock blocks the event loop too.
     """
-    lag = Gaps("tandem_event_loop_lag_seconds", "How late a heartbeat of the event loop came", STOP_SECONDS)
-    stop = Gaps(
+    lag = FastHistogram("tandem_event_loop_lag_seconds", "How late a heartbeat of the event loop came", STOP_SECONDS)
+    stop = FastHistogram(
         "tandem_event_loop_stop_seconds",
         "The same, capped at the CPU time that this process used meanwhile",
         STOP_SECONDS,
@@ -149,7 +149,7 @@ async def watching_loop(registry: CollectorRegistry) -> AsyncIterator[None]:
         await cancel(task)
 
 
-async def _beat(lag: Gaps, stop: Gaps) -> None:
+async def _beat(lag: FastHistogram, stop: FastHistogram) -> None:
     clock = time.monotonic
     while True:
         began_s, used_s = clock(), time.process_time()

@@ -35,7 +35,7 @@ class PublicTlsSettings:
         return (self.public_tls_cert, self.public_tls_key) if self.public_tls_cert else None
 
 
-class Renewed(Generic[T]):
+class CertificateReloader(Generic[T]):
     """A value that `load` makes of certificate and key, the files of `public_tls_files`, and that `follow` makes again
     when they are replaced. Raises ConfigurationError as `load` does.
     """

@@ -1,6 +1,11 @@
-"""asyncio tasks: delays between attempts, cancellation that a library hides, tasks that succeed or fail as one, the end
-of tasks, and waiting: for an event within a time, for a thread or a coroutine even when cancelled. `spawn` keeps tasks
-that nobody awaits, `call_on` reaches a loop from another thread.
+"""asyncio:
+
+delays between attempts          backoff_s, Backoff
+cancellation that libraries hide is_cancelled, require_not_cancelled
+start tasks                      spawn (nobody awaits it); together, task_group (they succeed or fail as one)
+wait, even when cancelled        run_to_end (a thread), until_ended (a coroutine); set_within (an event, for a time)
+end tasks                        cancel, cancel_all, mark_retrieved
+from another thread              call_on
 """
 
 import asyncio

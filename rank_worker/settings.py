@@ -8,6 +8,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import host_and_port
 from mesh.rpc.credentials import Credentials, MeshKey, require_trusted_fabric
 from mesh.rpc.settings import MemberSettings
+from mesh.setting_checks import require_at_least
 from mesh.settings import setting
 
 DEFAULT_PORT = 50060
@@ -59,8 +60,9 @@ class RankSettings(MemberSettings):
         require_trusted_fabric(host, is_trusted=self.trust_fabric, name="leader")
         if self.rank < 1:
             raise ConfigurationError(f"rank must be at least 1, got {self.rank}: the leader is rank 0")
-        if self.num_threads < 0 or not self.leader_timeout_s > 0:
-            raise ConfigurationError("num_threads must be >= 0, leader_timeout_s > 0")
+        require_at_least(self, 0, "num_threads")
+        if not self.leader_timeout_s > 0:
+            raise ConfigurationError(f"leader_timeout_s must be > 0, got {self.leader_timeout_s:g}")
         self.kv_memory()
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mesh.domain.worker import WorkerRole
-from mesh.metrics import GAP_SECONDS, Gaps
+from mesh.metrics import GAP_SECONDS, FastHistogram
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
 
@@ -182,7 +182,7 @@ def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> int:
     return sum(max(0, count - before[worker]) for worker, count in now.items() if worker in before)
 
 
-def take_reading(at_s: float, models: Sequence[ModelRouter], journal: Journal, gaps: Gaps) -> Reading:
+def take_reading(at_s: float, models: Sequence[ModelRouter], journal: Journal, gaps: FastHistogram) -> Reading:
     """Read the counters of a router."""
     views = [view for model in models for view in model.mesh.views() if not view.state.is_gone]
     decode = [view for view in views if view.info.role is WorkerRole.DECODE]

@@ -21,7 +21,7 @@ from mesh.domain.errors import (
     SlowReader,
 )
 from mesh.domain.worker import WorkerRole, WorkerState
-from mesh.metrics import SECONDS, TOKENS, Gaps, OnLoop, new_registry
+from mesh.metrics import SECONDS, TOKENS, FastHistogram, OnLoop, new_registry
 from router.advice import Action
 from router.journal import CANCELLED, Incident, IncidentKind, Trace
 from router.model_router import ModelRouter
@@ -34,7 +34,9 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = new_registry()
-        self.gaps = Gaps("tandem_inter_token_latency_seconds", "Gaps between tokens of a choice, replays included")
+        self.gaps = FastHistogram(
+            "tandem_inter_token_latency_seconds", "Gaps between tokens of a choice, replays included"
+        )
         self.registry.register(self.gaps)
         count, seconds, tokens = self._counter, self._seconds, self._tokens
         self._succeeded = count("request_success", "Choices that ended well", "finished_reason")

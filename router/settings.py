@@ -6,7 +6,7 @@ from pathlib import Path
 from checkpoint.settings import ModelSettings
 from checkpoint.source import split_models
 from mesh.domain.errors import ConfigurationError
-from mesh.public_tls import PublicTlsSettings, Renewed
+from mesh.public_tls import CertificateReloader, PublicTlsSettings
 from mesh.rpc.credentials import TlsIdentity
 from mesh.setting_checks import require_above_zero, require_at_least
 from mesh.settings import setting
@@ -148,10 +148,10 @@ class RouterSettings(ModelSettings, PublicTlsSettings):
         more = {self.trial_key_sha256: TRIAL} if self.trial_key_sha256 else {}
         return KeysFile(Path(self.api_keys_file), more)
 
-    def load_public_tls(self) -> Renewed[TlsIdentity] | None:
+    def load_public_tls(self) -> CertificateReloader[TlsIdentity] | None:
         """Read the public port's certificate; None if none is configured. Raises ConfigurationError."""
         files = self.public_tls_files()
-        return Renewed(files, TlsIdentity.load) if files else None
+        return CertificateReloader(files, TlsIdentity.load) if files else None
 
 
 def require_input_below_total(max_input_length: int, max_total_tokens: int) -> None:

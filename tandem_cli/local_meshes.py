@@ -24,10 +24,10 @@ import psutil
 from rich.table import Table
 from rich.text import Text
 
+from mesh.atomic_file import write_atomically
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import accept_signal
 from mesh.settings import suggestion
-from mesh.whole_file import write_whole
 from tandem_cli.local_mesh.service_log import read_log_line
 from tandem_cli.parser import Command, CommandParser, whole
 from tandem_cli.terminal import FittingTable, wide_console
@@ -221,7 +221,7 @@ def write_mesh(mesh: RunningMesh) -> None:
     """Write the file of a mesh. Raises OSError."""
     path = _path_of(mesh)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_whole(path, json.dumps(asdict(mesh)).encode())
+    write_atomically(path, json.dumps(asdict(mesh)).encode())
 
 
 @contextmanager

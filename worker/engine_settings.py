@@ -130,5 +130,8 @@ def _configured_blocks(
     else:
         return None
     if num_blocks < 2 * count + layout.state_blocks + layout.num_unused:
-        raise ConfigurationError(f"the KV cache would have {num_blocks} blocks of {block_bytes} bytes: give it more")
+        name = "max_batch_total_tokens" if limits.max_kv_tokens else "kv_cache_bytes"
+        raise ConfigurationError(
+            f"the KV cache would have {num_blocks} blocks of {block_bytes} bytes: set a larger {name}"
+        )
     return num_blocks

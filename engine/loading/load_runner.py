@@ -50,7 +50,9 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     `engine/ranks/launch.py`. Raises ConfigurationError.
     """
     if settings.degrees != ALONE:
-        raise ConfigurationError(f"{settings.degrees} ranks are not supported here: use 1")
+        raise ConfigurationError(
+            f"{settings.degrees} ranks are not supported here: set tensor_parallel and pipeline_parallel to 1"
+        )
     settings, config = resolve(settings)
     device = torch.device(settings.device)
     layout = kv_layout(config, settings)

@@ -21,8 +21,8 @@ import structlog
 
 from gateway.errors import BodyTooLarge, InvalidField, NotStored
 from gateway.schema import Json
+from mesh.atomic_file import PART, write_atomically
 from mesh.domain.errors import ConfigurationError
-from mesh.whole_file import PART, write_whole
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class CallerStore:
             if sum(1 for _ in self._files.glob("*.json")) >= MAX_FILES:
                 raise InvalidField(f"you may have {MAX_FILES:,} files: delete some")
             file_id = new_id("file")
-            write_whole(self.path_of(file_id), content)
+            write_atomically(self.path_of(file_id), content)
             try:
                 return self.describe_file(file_id, name, "batch")
             except OSError:
@@ -179,7 +179,7 @@ def _about(path: Path) -> Json:
 
 
 def _write(path: Path, about: Json) -> None:
-    write_whole(path, json.dumps(about).encode())
+    write_atomically(path, json.dumps(about).encode())
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Json]:

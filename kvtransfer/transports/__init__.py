@@ -1,5 +1,12 @@
-"""The transports by name. `base.py` has the interface; shm.py, grpc_bytes.py, torch_distributed.py and memory_reads.py
-implement it.
+"""The transports by name.
+
+base.py                the interface of a transport, at both ends
+shm.py                 "shm": arena.py is the shared memory, link.py the conversation without gRPC
+grpc_bytes.py          "grpc"
+torch_distributed.py   "gloo" and "nccl"; pair.py is the process group of a sender and a receiver
+memory_reads.py        "nixl" and "mooncake"; read_engines.py has the libraries that read the sender's memory
+slots.py               memory for payloads on their way
+resource_pool.py       resources that are kept for a peer between transfers
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,5 +75,8 @@ def _configured(settings: TransferSettings) -> list[_Sides]:
 def _usable(opened: Sequence[T | None], settings: TransferSettings) -> tuple[T, ...]:
     usable = tuple(transport for transport in opened if transport is not None)
     if not usable:
-        raise ConfigurationError(f"none of the KV transports {', '.join(settings.transports)} works here; add grpc")
+        raise ConfigurationError(
+            f"none of the KV transports {', '.join(settings.transports)} works here (the log says why): add grpc to "
+            "kv_transports"
+        )
     return usable

@@ -48,8 +48,10 @@ class Arena:
         self.name = f"tandem-kv-{secrets.token_hex(16)}"
         self._path = Path(directory, self.name)
         self._loop = asyncio.get_running_loop()
-        self.links: dict[bytes, Link] = {}  # to those that have the arena, by token
-        self.known: dict[tuple[str, str], Link] = {}  # of them, those whose address and incarnation are known
+        self.links_by_token: dict[bytes, Link] = {}  # by the token that its receiver got
+        self.links_by_receiver: dict[
+            tuple[str, str], Link
+        ] = {}  # of them those that are identified, by address and incarnation
         self._pause: asyncio.TimerHandle | None = None
         with contextlib.ExitStack() as undo:
             fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -77,10 +79,10 @@ class Arena:
         self._loop.remove_reader(self._socket)
         self._path.unlink(missing_ok=True)
         self._socket.close()
-        for link in list(self.links.values()):
+        for link in list(self.links_by_token.values()):
             link.close()
-        self.links.clear()
-        self.known.clear()
+        self.links_by_token.clear()
+        self.links_by_receiver.clear()
         os.close(self._shared_fd)
         with contextlib.suppress(BufferError):  # a view is still referenced; unmapped with its last reference
             self._memory.close()
@@ -99,12 +101,14 @@ class Arena:
         except OSError:
             receiver.close()
             return
-        self.links[token] = Link(receiver, lambda _: self._forget(token))
+        self.links_by_token[token] = Link(receiver, lambda _: self._forget(token))
 
     def _forget(self, token: bytes) -> None:
         """The receiver has closed its connection."""
-        gone = self.links.pop(token)
-        self.known = {receiver: link for receiver, link in self.known.items() if link is not gone}
+        gone = self.links_by_token.pop(token)
+        self.links_by_receiver = {
+            receiver: link for receiver, link in self.links_by_receiver.items() if link is not gone
+        }
 
 
 class MappedArena:

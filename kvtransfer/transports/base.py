@@ -150,8 +150,8 @@ class ReceiveTransport(Protocol):
         """Return a source if the offer works on this machine, else None. Never raises."""
         ...
 
-    def serve(self, serve: Serve) -> None:
-        """Serve conversations that come over links by `serve`."""
+    def serve_links(self, serve: Serve) -> None:
+        """Run `serve` for each conversation that comes over a link."""
         return
 
     def close(self) -> None:

@@ -55,13 +55,13 @@ class ShmSendTransport(SendTransport):
         return TransportOffer(NAME, self._arena.name, self._arena.nonce, self._arena.num_bytes)
 
     def link(self, address: str, incarnation: str) -> Link | None:
-        return self._arena.known.get((address, incarnation))
+        return self._arena.links_by_receiver.get((address, incarnation))
 
-    def know(self, address: str, incarnation: str, token: bytes) -> None:
-        """The receiver with the connection of this token is the one at this address."""
-        link = self._arena.links.get(token)
+    def identify(self, address: str, incarnation: str, token: bytes) -> None:
+        """Note that the link with this token leads to the receiver at this address."""
+        link = self._arena.links_by_token.get(token)
         if link is not None:
-            self._arena.known[address, incarnation] = link
+            self._arena.links_by_receiver[address, incarnation] = link
 
     def memory(self) -> memoryview:
         return self._arena.view(0, self._arena.num_bytes)
@@ -85,7 +85,7 @@ class ShmPath(SendPath):
         return await self._transport.slots.acquire(num_bytes)
 
     async def join(self, rendezvous: Mapping[str, bytes]) -> None:
-        self._transport.know(*self._receiver, rendezvous.get(_TOKEN, b""))
+        self._transport.identify(*self._receiver, rendezvous.get(_TOKEN, b""))
 
 
 def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTransport | None:
@@ -133,7 +133,7 @@ class ShmReceiveTransport(ReceiveTransport):
         self._arenas: ResourcePool[str, MappedArena] = ResourcePool(_MAX_ARENAS, settings.channel_idle_s)
         self._serve: Serve = _refuse
 
-    def serve(self, serve: Serve) -> None:
+    def serve_links(self, serve: Serve) -> None:
         self._serve = serve
 
     async def connect(self, offer: TransportOffer) -> _ArenaSource | None:

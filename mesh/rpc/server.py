@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
 from mesh.domain.host import join_host
-from mesh.public_tls import Renewed
+from mesh.public_tls import CertificateReloader
 from mesh.rpc import health
 from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
 from mesh.rpc.health import Health
@@ -60,7 +60,7 @@ class Listen:
     public: bool = False
     allow_anonymous: bool = False
     tls: TlsIdentity | None = None
-    public_tls: Renewed[TlsIdentity] | None = None
+    public_tls: CertificateReloader[TlsIdentity] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -143,7 +143,7 @@ async def start_serving(server: grpc.aio.Server) -> None:
     await until_ended(server.start())
 
 
-def _renewed_credentials(identity: Renewed[TlsIdentity]) -> grpc.ServerCredentials:
+def _renewed_credentials(identity: CertificateReloader[TlsIdentity]) -> grpc.ServerCredentials:
     """Credentials of a server that shows each new client the latest certificate, and asks for none."""
     shown = identity.latest
 

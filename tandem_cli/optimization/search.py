@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from checkpoint.config_json import read_bytes, require_searchable
 from checkpoint.watched_files import WatchedFiles
+from mesh.atomic_file import write_atomically
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.json_text import parse_json
-from mesh.whole_file import write_whole
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, Candidate
 from tandem_cli.optimization.choice import (
@@ -135,7 +135,7 @@ class State:
             "published": self.published,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps(content).encode())
+        write_atomically(self.path, json.dumps(content).encode())
 
 
 def _to_json(result: CandidateResult) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class Pair:
     def links(self) -> list[Link]:
         """The sender's ends."""
         arenas = [transport._arena for transport in self.transports if isinstance(transport, ShmSendTransport)]
-        return [link for arena in arenas for link in arena.known.values()]
+        return [link for arena in arenas for link in arena.links_by_receiver.values()]
 
     def cut_links(self) -> None:
         """As when a process ends: both ends are told so."""

@@ -208,7 +208,7 @@ async def test_files_that_vanish_while_they_are_read_end_nothing(
             ssl.create_default_context().load_cert_chain(cert, key)
         return certificate
 
-    used = public_tls.Renewed((str(live.cert), str(live.key)), load)
+    used = public_tls.CertificateReloader((str(live.cert), str(live.key)), load)
     following = asyncio.create_task(used.follow())
     with capture_logs() as logs:
         live.replace(key=tmp_path / "gone.key")

@@ -224,9 +224,9 @@ async def test_a_receiver_that_goes_leaves_no_connection(settings: TransferSetti
     source = await receiver.connect(sender.offer())
     assert source is not None
     source.close()
-    assert len(sender._arena.links) == 1
+    assert len(sender._arena.links_by_token) == 1
     receiver.close()
-    await until(lambda: not sender._arena.links)
+    await until(lambda: not sender._arena.links_by_token)
     sender.close()
 
 
@@ -239,7 +239,7 @@ async def test_without_a_thread_an_arena_is_passed_over(
         limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
         assert await receiver.connect(sender.offer()) is None
     assert len(receiver._arenas) == 0
-    await until(lambda: not sender._arena.links)
+    await until(lambda: not sender._arena.links_by_token)
     sender.close()
 
 
@@ -271,7 +271,7 @@ async def test_without_descriptors_a_receiver_waits_and_the_loop_does_not_spin(
             assert num_tries == 1
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        await until(lambda: bool(sender._arena.links))
+        await until(lambda: bool(sender._arena.links_by_token))
         _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         os.close(*fds)
     sender.close()

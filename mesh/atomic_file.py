@@ -1,11 +1,11 @@
-"""Files that are replaced as a whole, so that no reader and no process that dies meanwhile meets half of one."""
+"""Files that are replaced atomically: neither a reader nor a crash in the middle of a write leaves half of one."""
 
 from pathlib import Path
 
 PART = ".part"
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write beside `path`, then rename. A file has one writer at a time. If OSError is raised, the old file stays."""
     part = path.with_name(path.name + PART)
     try:

@@ -41,8 +41,8 @@ push_call.py               the gRPC call `Push` and its connections, and the sam
 
 The decode worker's side:
 
-receiver.py                KVReceiver, the entry point; the receiver's half of each conversation; the service of `Push`
-direct_writes.py           a conversation over a link
+receiver.py                KVReceiver, the entry point, and the service of `Push`
+incoming_conversation.py   the receiver's half of a conversation; direct_writes.py: how a link's thread writes chunks
 incoming_transfer.py       ExpectedTransfer, the checks of a transfer's messages, and its shards (no I/O)
 
 Both:

@@ -3,10 +3,9 @@
 Life of a transfer here:
 
     expect()      registers reserved blocks; chunks of this transfer id and attempt may be written into them
-    push()        runs the conversation, one gRPC call: checks open and chooses a transport; checks each chunk, waits
-                  for it, writes and verifies it on a thread, acknowledges it; checks commit. If the sender's KV lies in
+    push()        runs a conversation (incoming_conversation.py) over gRPC, in one call. If the sender's KV lies in
                   several processes, there are as many conversations, see incoming_transfer.py
-    serve_call()  runs one over a link; the link's thread checks, writes, verifies and acknowledges chunks
+    serve_call()  runs a conversation over a link
     on_committed  all KV has arrived and is verified
     on_failed     the transfer failed: a chunk did not verify, the layout differs, or the sender disconnected, was
                   silent for a lease, or never came
@@ -18,27 +17,20 @@ and none follows.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 
 import grpc
 import structlog
 
-from kvtransfer.direct_writes import DirectWrites
+from kvtransfer.incoming_conversation import IncomingConversation, ReceiverResources
 from kvtransfer.incoming_transfer import ExpectedTransfer, IncomingShards, ShardChecks
 from kvtransfer.messages import (
     SERVICE_NAME,
-    Ack,
-    Commit,
     Committed,
-    Granted,
     ReceiverMessage,
-    Renew,
-    Renewed,
     SenderMessage,
-    TransferChunk,
     TransferOpen,
     reply_to_bytes,
     request_from_bytes,
@@ -46,18 +38,15 @@ from kvtransfer.messages import (
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.transports import open_receive_transports
-from kvtransfer.transports.base import PayloadSource, ReceiveTransport, TransportOffer
+from kvtransfer.transports.base import ReceiveTransport
 from kvtransfer.transports.link import Call
-from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
-from mesh.tasks import mark_retrieved, run_to_end, task_group, until_ended
+from mesh.domain.errors import LeaseExpired, MeshError, TransferFailed
+from mesh.tasks import mark_retrieved, until_ended
 
 log = structlog.get_logger(__name__)
 
 # A lease has three renewals: for twenty leases a sender has read nothing, and it should have given up after one.
 _MAX_UNREAD_RENEWALS = 64
-Read = Callable[[], Awaitable[SenderMessage | None]]
-"""Returns the sender's next message, None if it has disconnected."""
-Reply = Callable[[ReceiverMessage], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +87,12 @@ class KVReceiver:
         self._settings = settings or TransferSettings()
         self._transports = transports or open_receive_transports(self._settings)
         self._executor = ThreadPoolExecutor(self._settings.num_threads, thread_name_prefix="kv-scatter")
-        self._copying = threading.BoundedSemaphore(self._settings.num_threads)  # of the threads of links
+        self._resources = ReceiverResources(
+            store=store,
+            settings=self._settings,
+            executor=self._executor,
+            link_writes=threading.BoundedSemaphore(self._settings.num_threads),
+        )
         self._incoming: dict[str, _Incoming] = {}
         for transport in self._transports:
             transport.serve_links(self.serve_call)
@@ -159,7 +153,7 @@ class KVReceiver:
         async def read() -> SenderMessage | None:
             return await anext(requests, None)
 
-        task = asyncio.create_task(self._converse(read, put))
+        task = asyncio.create_task(self._run(IncomingConversation(self._resources, read, put)))
         task.add_done_callback(lambda _: replies.put_nowait(None))
         try:
             while (reply := await replies.get()) is not None:
@@ -179,13 +173,16 @@ class KVReceiver:
         async def read() -> SenderMessage:
             return request_from_bytes(await call.read())
 
+        def reply(message: ReceiverMessage) -> None:
+            call.send(reply_to_bytes(message))
+
         try:
-            await self._converse(read, lambda reply: call.send(reply_to_bytes(reply)), call)
+            await self._run(IncomingConversation(self._resources, read, reply, call))
         except MeshError as error:
             call.leave(error)
 
-    async def _converse(self, read: Read, reply: Reply, call: Call | None = None) -> None:
-        opening = await self._read_request(read)
+    async def _run(self, conversation: IncomingConversation) -> None:
+        opening = await conversation.read()
         if not isinstance(opening, TransferOpen):
             raise TransferFailed("the first message of a transfer must be open")
         incoming = self._admit(opening)
@@ -198,7 +195,7 @@ class KVReceiver:
             incoming.shards.open(opening.span)
             if incoming.shards.is_opened:
                 incoming.opening_lease.cancel()
-            commit = await self._receive_chunks(checks, opening, read, reply, call)
+            commit = await conversation.receive(opening.transports, self._transports, checks)
             incoming.shards.commit(opening.span, commit.first_token_id)
         except (Exception, asyncio.CancelledError) as error:
             incoming.conversations.discard(task)
@@ -212,7 +209,7 @@ class KVReceiver:
             self._end(incoming)
             log.debug("transfer_finished", transfer_id=opening.transfer_id, num_bytes=incoming.num_bytes)
             self._callbacks.on_committed(opening.transfer_id, commit.first_token_id)
-        reply(Committed())
+        conversation.reply(Committed())
 
     def _admit(self, opening: TransferOpen) -> _Incoming:
         """Return the transfer that is expected by this id, or raise TransferFailed without side effects."""
@@ -224,93 +221,6 @@ class KVReceiver:
         incoming.shards.require_free(opening.span)
         log.debug("transfer_started", transfer_id=opening.transfer_id, sender=opening.sender_id)
         return incoming
-
-    async def _receive_chunks(
-        self,
-        checks: ShardChecks,
-        opening: TransferOpen,
-        read: Read,
-        reply: Reply,
-        call: Call | None,
-    ) -> Commit:
-        transport, source = await self._connect(opening.transports)
-        credit = self._settings.credit_chunks
-        direct = None
-        if call is not None:
-            accept = partial(checks.accept, credit=credit)
-            direct = DirectWrites(call, accept, partial(self._write_on_link_thread, checks, source, reply))
-        try:
-            reply(Granted(transport, credit, self._settings.lease_s, source.answer()))
-            async with task_group() as writes:  # the block exits only when every write has ended
-                while not isinstance(request := await self._read_request(read), Commit):
-                    if request is None:
-                        raise TransferFailed("the sender disconnected before the commit")
-                    if isinstance(request, Renew):
-                        reply(Renewed())
-                        continue
-                    if not isinstance(request, TransferChunk):
-                        raise TransferFailed("a transfer may be opened only once")
-                    checks.accept(request, credit)
-                    writes.create_task(self._write_on_executor(checks, source, request, reply))
-                checks.is_committing = True
-            if direct is not None:
-                await direct.finish()
-            checks.check_commit(request)
-            return request
-        finally:
-            try:
-                if direct is not None:
-                    await direct.close()
-            finally:
-                source.close()
-
-    async def _read_request(self, read: Read) -> SenderMessage | None:
-        """Return the sender's next message. Raises LeaseExpired after a silent lease."""
-        lease_s = self._settings.lease_s
-        try:
-            async with asyncio.timeout(lease_s):
-                return await read()
-        except TimeoutError:
-            raise LeaseExpired(f"the sender has sent nothing for {lease_s:g} s") from None
-
-    async def _write_on_executor(
-        self, checks: ShardChecks, source: PayloadSource, chunk: TransferChunk, reply: Reply
-    ) -> None:
-        async with source.arrived(chunk.payload, chunk.num_bytes) as payload:
-            here = replace(chunk, payload=payload)
-            await run_to_end(self._executor, partial(self._verify_and_write, checks, source, here))
-        checks.acknowledge(chunk)
-        if not checks.is_committing:  # Committed will acknowledge what is still to be written
-            reply(Ack(chunk.sequence_number))
-
-    def _write_on_link_thread(
-        self, checks: ShardChecks, source: PayloadSource, reply: Reply, chunk: TransferChunk
-    ) -> None:
-        """Runs on a link's thread."""
-        with self._copying:
-            self._verify_and_write(checks, source, chunk)
-        checks.acknowledge(chunk)
-        reply(Ack(chunk.sequence_number))
-
-    def _verify_and_write(self, checks: ShardChecks, source: PayloadSource, chunk: TransferChunk) -> None:
-        """Runs on a thread. A corrupt chunk may be partly written; its blocks stay invisible until the commit."""
-        payload = source.fetch(chunk.payload, chunk.num_bytes)
-        block_ids, span = checks.block_ids(chunk.extent), chunk.extent.span
-        checks.check_checksum(chunk, self._store.copy_in(block_ids, span, payload, checks.chunk_seed(chunk)))
-
-    async def _connect(self, offers: Sequence[TransportOffer]) -> tuple[str, PayloadSource]:
-        """Connect to the first offer that works here. Raises LayoutMismatch if none does."""
-        for offer in offers:
-            for transport in self._transports:
-                source = await transport.connect(offer) if transport.name == offer.name else None
-                if source is not None:
-                    return offer.name, source
-        offer_names = ", ".join(offer.name for offer in offers) or "none"
-        names = ", ".join(transport.name for transport in self._transports)
-        raise LayoutMismatch(
-            f"no common KV transport: the sender offers {offer_names}; the receiver has {names}: name one of them in "
-            "kv_transports of both workers"
-        )
 
     def _never_opened(self, transfer_id: str) -> None:
         limit = self._settings.opening_lease_s

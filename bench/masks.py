@@ -24,7 +24,8 @@ from engine.device_copies import NoCopies
 from engine.sampling.host_rows import rows_for
 from engine.sampling.masks import TokenMasks
 from engine.sequence import SequenceState
-from mesh.domain.request import SamplingParams, SequenceSpec, Structure, StructureKind
+from mesh.domain.request import SamplingParams, SequenceSpec
+from mesh.domain.structure import Structure, StructureKind
 from mesh.interrupts import run_program
 from mesh.process import keep_freed_memory
 

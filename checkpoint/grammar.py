@@ -1,6 +1,6 @@
 """Compiles structured output to llguidance grammars. Routers use them to refuse requests, workers to mask tokens.
 
-The cost is bounded by the size limits of mesh.domain.request and by llguidance's budgets. Budgets count work, not
+The cost is bounded by the size limits of mesh.domain.structure and by llguidance's budgets. Budgets count work, not
 time, so that router and workers reach the same result.
 """
 
@@ -20,9 +20,8 @@ from tokenizers import Tokenizer
 from checkpoint.gbnf import lark_of
 from checkpoint.model_facts import read_model_facts
 from checkpoint.tokenizer_files import load_tokenizer, own_end_token
-from mesh.domain.embedded_schemas import schemas_in
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.request import Structure, StructureKind
+from mesh.domain.structure import Structure, StructureKind, schemas_in
 
 T = TypeVar("T")
 

@@ -46,8 +46,8 @@ from worker.tracing import begin_span
 log = structlog.get_logger(__name__)
 
 # Time for routers to read the last events of a worker that stops.
-_READ_S = 5.0
-_NO_ORIGIN = "the sequence that computes its prompt has ended"
+_LAST_READ_S = 5.0
+_PROMPT_ENDED = "the sequence that computes its prompt has ended"
 
 
 class DecodeService:
@@ -100,7 +100,7 @@ class DecodeService:
         forks = [fork for fork in fork_entries if fork is not None]
         if entry is None:
             for fork in forks:
-                self._fail(fork.sequence.key, SequenceFailure.NO_CAPACITY, _NO_ORIGIN)
+                self._fail(fork.sequence.key, SequenceFailure.NO_CAPACITY, _PROMPT_ENDED)
             return
         entry.sequence.forks = [fork.sequence for fork in forks]
         entry.forks = [fork.sequence.key for fork in forks]
@@ -211,7 +211,7 @@ class DecodeService:
         if entry.preparing is not None:
             entry.preparing.cancel()
         for fork in entry.forks:
-            self._fail(fork, SequenceFailure.NO_CAPACITY, _NO_ORIGIN)
+            self._fail(fork, SequenceFailure.NO_CAPACITY, _PROMPT_ENDED)
         return self._spawn(self._release(entry))
 
     async def _release(self, entry: SessionEntry) -> None:
@@ -324,5 +324,5 @@ class DecodeService:
         for session in sessions:
             session.end()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_READ_S):
+            async with asyncio.timeout(_LAST_READ_S):
                 await asyncio.gather(*(session.all_read.wait() for session in sessions))

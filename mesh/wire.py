@@ -12,7 +12,8 @@ from mesh.domain import request as limits
 from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
-from mesh.domain.request import Fork, SamplingParams, SequenceSpec, Structure, StructureKind
+from mesh.domain.request import Fork, SamplingParams, SequenceSpec
+from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from mesh.domain.worker import Adapter, KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.durations import duration_from_proto, duration_to_proto

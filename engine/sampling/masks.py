@@ -18,7 +18,7 @@ from llguidance import LLMatcher
 from checkpoint.grammar import GrammarCompiler
 from engine.device_copies import Arrays
 from engine.sequence import SequenceState
-from mesh.domain.request import Structure
+from mesh.domain.structure import Structure
 from mesh.domain.tokens import SequenceKey
 
 

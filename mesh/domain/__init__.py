@@ -1,12 +1,13 @@
 """Domain types of the mesh: standard library only, no I/O.
 
 request.py                      SequenceSpec, SamplingParams and their limits: one attempt at one choice of a request
+structure.py                    structured output: the form that a text must have
 cache_hints.py                  how a client wants the KV of its request to be kept
-embedded_schemas.py             JSON schemas inside a grammar; json_text.py parses foreign JSON
 tokens.py                       sampled tokens, and how a sequence ends
 prefill.py                      messages between router and prefill worker about one prompt
 kv.py, kv_groups.py             the shape of KV, the parts that ranks hold, and the hashes that name its blocks
 worker.py                       a worker's identity, load and state
 host.py                         cores and network addresses
+json_text.py                    JSON that others have written
 errors.py                       all errors, in one tree
 """

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from checkpoint.grammar import GrammarCompiler
 from mesh.domain.errors import InvalidRequest, TooLarge
-from mesh.domain.request import Structure
+from mesh.domain.structure import Structure
 from router.served_model import ServedModel
 from router.text.chat import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.text.fair_turns import FairTurns

@@ -24,7 +24,8 @@ from engine.sequence import SequenceState
 from engine.settings import NO_SPECULATION, SchedulerConfig, Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.request import SequenceSpec, Structure, StructureKind
+from mesh.domain.request import SequenceSpec
+from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, SampledToken
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm

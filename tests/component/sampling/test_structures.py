@@ -19,7 +19,8 @@ from engine.model_runner import ModelRunner
 from engine.sampling.masks import TokenMasks
 from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
-from mesh.domain.request import SequenceSpec, Structure, StructureKind
+from mesh.domain.request import SequenceSpec
+from mesh.domain.structure import Structure, StructureKind
 from tests.component.arms import settings
 from tests.component.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.component.driving import Driver, Run

@@ -13,7 +13,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from checkpoint import grammar
 from checkpoint.grammar import GrammarCompiler
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.request import MAX_REGEX_CHARS, SamplingParams, Structure, StructureKind
+from mesh.domain.request import SamplingParams
+from mesh.domain.structure import MAX_REGEX_CHARS, Structure, StructureKind
 from tests.defects import Repaired
 from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer, write_checkpoint
 

@@ -12,7 +12,7 @@ from gateway.openai.chat import build_message
 from gateway.openai.requests import ChatBody, ClientFieldNames
 from gateway.openai.sdk_arguments import chat_arguments
 from gateway.openai.tool_choice import CALL_FORMATS, parse_tool_use
-from mesh.domain.request import MAX_GRAMMAR_CHARS, Structure, StructureKind
+from mesh.domain.structure import MAX_GRAMMAR_CHARS, Structure, StructureKind
 from tandem import FinishReason, GenerateArguments, InvalidRequest
 from tests.fakes.router_model import byte_level_tokenizer, write_checkpoint
 

@@ -14,7 +14,7 @@ from gateway.openai.chat import build_message
 from gateway.openai.harmony import HarmonyParser
 from gateway.openai.harmony_structure import in_harmony
 from gateway.openai.tool_choice import HARMONY_FORMATS, Function, ToolUse
-from mesh.domain.request import Structure, StructureKind
+from mesh.domain.structure import Structure, StructureKind
 from tandem import FinishReason, GenerateArguments, InvalidRequest
 
 THOUGHT = "<|channel|>analysis<|message|>Hm, 2 < 3.<|end|>"

@@ -11,7 +11,8 @@ from mesh import wire
 from mesh.domain.cache_hints import CacheHints, KeepPriority
 from mesh.domain.errors import InvalidRequest, LayoutMismatch
 from mesh.domain.kv import KVLayout, KVSpan, Span
-from mesh.domain.request import Fork, SamplingParams, Structure, StructureKind
+from mesh.domain.request import Fork, SamplingParams
+from mesh.domain.structure import Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from mesh.domain.worker import Adapter, KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, worker_pb2

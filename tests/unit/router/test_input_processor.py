@@ -16,7 +16,7 @@ from tokenizers import AddedToken, normalizers
 
 from checkpoint.grammar import GrammarCompiler
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.request import Structure, StructureKind
+from mesh.domain.structure import Structure, StructureKind
 from router.served_model import ServedModel
 from router.text.chat import TextPrompt
 from router.text.input_processor import EncodedPrompt, Grammars, PromptEncoder

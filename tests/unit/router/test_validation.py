@@ -8,7 +8,8 @@ import pytest
 
 from checkpoint.model_facts import ModelFacts
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from mesh.domain.request import SamplingParams, Structure, StructureKind
+from mesh.domain.request import SamplingParams
+from mesh.domain.structure import Structure, StructureKind
 from router.served_model import LimitPolicy
 from router.settings import RouterSettings
 from router.text.chat import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt

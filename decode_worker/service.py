@@ -39,9 +39,8 @@ from mesh.domain.errors import (
 from mesh.domain.kv import KVLayout
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure, SequenceKey, failure_of
-from mesh.tracing import end_span, mark_failed
+from mesh.tracing import begin_worker_span, end_span, mark_failed
 from worker.metrics import DecodeMetrics
-from worker.tracing import begin_span
 
 log = structlog.get_logger(__name__)
 
@@ -133,7 +132,7 @@ class DecodeService:
                 spec.time_left_s, self._fail, key, SequenceFailure.DEADLINE, "its time is up"
             )
         entry.replaced = tuple(self._retire(attempt) for attempt in attempts)
-        entry.span = begin_span("decode_worker", "decode", spec)
+        entry.span = begin_worker_span("decode_worker", "decode", spec)
         return entry
 
     async def _start(self, entry: SessionEntry, transfer_id: str, replaced: Sequence[asyncio.Task[None]]) -> None:
@@ -195,7 +194,7 @@ class DecodeService:
             return  # the abort ends the transfer, too
         self._by_transfer[transfer_id] = sequence.key
         entry.reserved_s = asyncio.get_running_loop().time()
-        entry.transfer_span = begin_span("decode_worker", "transfer", sequence.spec)
+        entry.transfer_span = begin_worker_span("decode_worker", "transfer", sequence.spec)
         self._metrics.cached(ready_tokens)
         self._send(entry.session, Reserved(sequence.key, ready_tokens))
 

@@ -8,7 +8,7 @@ from gateway.backend import build_backend
 from gateway.server import serving
 from gateway.settings import GatewaySettings
 from mesh.metrics import watching_loop
-from mesh.process import ServiceProgram, announce, until_stopped
+from mesh.process import ServiceProgram, tell_parent, until_stopped
 from mesh.public_tls import warn_of_open_keys
 
 
@@ -20,8 +20,8 @@ async def serve(settings: GatewaySettings) -> None:
         app, registry = build_app(backend), backend.metrics.registry
         async with backend.running(), watching_loop(registry), serving(app, settings) as address:
             _warn_of_open_keys(settings)
-            announce("listening", address=address)
-            announce("ready")
+            tell_parent("listening", address=address)
+            tell_parent("ready")
             await until_stopped(settings)
 
 

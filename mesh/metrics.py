@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import join_host
 from mesh.logs import num_lines_lost
-from mesh.process import MetricsSettings, announce
+from mesh.process import MetricsSettings, tell_parent
 from mesh.tasks import cancel
 
 log = structlog.get_logger(__name__)
@@ -59,7 +59,7 @@ async def serving_metrics(registry: CollectorRegistry, settings: MetricsSettings
         address = join_host(host, settings.metrics_port)
         reason = (error.strerror or str(error)).lower()
         raise ConfigurationError(f"cannot serve metrics on {address}: {reason}") from error
-    announce("metrics", address=join_host(host, server.server_port))
+    tell_parent("metrics", address=join_host(host, server.server_port))
     try:
         yield
     finally:

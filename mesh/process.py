@@ -1,8 +1,8 @@
 """The frame of every service process: settings, logs, signals, messages to the parent process and secrets from it.
 
-Stdout carries one JSON object per line for the parent (`announce`). Logs go to stderr. A slow or dead reader of either
-stream cannot block the service (see `line_writer.py`). The exit status is 0 after SIGTERM, SIGINT or SIGHUP, 2 for a
-wrong configuration (one line on stderr says what to fix), and 1 for any other error. A signal before the service
+Stdout carries one JSON object per line for the parent (`tell_parent`). Logs go to stderr. A slow or dead reader of
+either stream cannot block the service (see `line_writer.py`). The exit status is 0 after SIGTERM, SIGINT or SIGHUP, 2
+for a wrong configuration (one line on stderr says what to fix), and 1 for any other error. A signal before the service
 listens ends the process at once.
 """
 
@@ -172,7 +172,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def announce(event: str, **fields: Any) -> None:
+def tell_parent(event: str, **fields: Any) -> None:
     """Send an event to the parent process: one JSON line on stdout."""
     sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
     sys.stdout.flush()

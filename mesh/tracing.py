@@ -6,13 +6,17 @@ traceparent: in HTTP and gRPC headers, and to workers in the sequence's message.
 """
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace import INVALID_SPAN, Span, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from mesh.domain.errors import missing_extra
+
+if TYPE_CHECKING:
+    from mesh.domain.request import SequenceSpec
 
 HEADERS = ("traceparent", "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -44,6 +48,19 @@ def configure_tracing(service: str, endpoint: str) -> Callable[[], None]:
 def context_in(headers: Mapping[str, str]) -> Context:
     """Extract the caller's trace context from `headers`; malformed headers give an empty context."""
     return _PROPAGATOR.extract(headers, Context())
+
+
+def begin_worker_span(service: str, name: str, spec: "SequenceSpec") -> Span:
+    """Start a span for a worker's part of a request; a no-op span if the request has no trace. Always end it."""
+    if not spec.traceparent:
+        return INVALID_SPAN
+    attributes: dict[str, str | int] = {
+        "tandem.request_id": spec.request_id,
+        "tandem.attempt": spec.attempt,
+        "tandem.tokens": len(spec.token_ids),
+    }
+    context = context_in({"traceparent": spec.traceparent})
+    return trace.get_tracer(f"tandem.{service}").start_span(name, context, attributes=attributes)
 
 
 def traceparent_of(span: Span) -> str:

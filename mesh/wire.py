@@ -13,7 +13,7 @@ from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, SequenceSpec
-from mesh.domain.structure import Structure, StructureKind
+from mesh.domain.structure import MAX_OPTIONS, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from mesh.domain.worker import Adapter, KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.durations import duration_from_proto, duration_to_proto
@@ -107,7 +107,7 @@ def _require_counts(message: sampling_pb2.SamplingParams) -> None:
     require_at_most("bad_word_ids", message.bad_word_ids, limits.MAX_BAD_WORD_RUNS)
     for sequence in message.bad_word_ids:
         require_at_most("one of bad_word_ids", sequence.ids, limits.MAX_BAD_WORD_TOKENS)
-    require_at_most("choice", message.structure.choice.texts, limits.MAX_OPTIONS)
+    require_at_most("choice", message.structure.choice.texts, MAX_OPTIONS)
 
 
 def require_at_most(name: str, items: Sized, limit: int) -> None:

@@ -34,9 +34,8 @@ from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceKey, SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
 from mesh.tasks import call_on
-from mesh.tracing import end_span, mark_failed
+from mesh.tracing import begin_worker_span, end_span, mark_failed
 from worker.metrics import PrefillMetrics
-from worker.tracing import begin_span
 
 log = structlog.get_logger(__name__)
 
@@ -130,7 +129,7 @@ class PrefillService:
         receivers = self._sender.receivers(destination.address, destination.kv_endpoints)
         structlog.contextvars.bind_contextvars(request_id=spec.request_id, attempt=spec.attempt)
         prompt = _Prompt(sequence, destination, receivers, self._loop.create_future(), self._loop.create_future())
-        prompt.trace_span = begin_span("prefill_worker", "prefill", spec)
+        prompt.trace_span = begin_worker_span("prefill_worker", "prefill", spec)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
         self._metrics.looked_up(sequence.num_tokens)
@@ -234,7 +233,7 @@ class PrefillService:
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> AnyOutgoingTransfer:
         destination = prompt.destination
-        prompt.transfer_trace_span = begin_span("prefill_worker", "transfer", prompt.sequence.spec)
+        prompt.transfer_trace_span = begin_worker_span("prefill_worker", "transfer", prompt.sequence.spec)
         return self._sender.open(
             TransferSpec(
                 transfer_id=destination.transfer_id,

@@ -39,7 +39,7 @@ from mesh.domain.errors import (
 from mesh.logs import flush_outputs
 from mesh.metrics import new_registry, serving_metrics
 from mesh.parent import die_with
-from mesh.process import announce, ending_if_stuck, keep_freed_memory, until_stopped
+from mesh.process import ending_if_stuck, keep_freed_memory, tell_parent, until_stopped
 from mesh.rpc.channel import open_channel
 from mesh.rpc.status import error_from_rpc
 from mesh.tasks import Backoff, call_on
@@ -77,7 +77,7 @@ async def serve(settings: RankSettings) -> None:
             flush_outputs()
             os._exit(0 if error is None else 1)  # a thread may be downloading the model
         group = joining.result()
-        announce("joined", rank=settings.rank)
+        tell_parent("joined", rank=settings.rank)
         joined = JoinedRank(group, settings)
         status = await joined.serve(stopped)
         await joined.close()
@@ -292,7 +292,7 @@ class JoinedRank:
         self._is_ready = True
         self._report(rank_pb2.JoinRequest(ready=rank_pb2.RankReady()))
         log.info("rank ready", rank=self._settings.rank, num_blocks=num_blocks, threads=torch.get_num_threads())
-        announce("ready")
+        tell_parent("ready")
         while True:
             message = self._messages.get()
             assert not isinstance(message, int)

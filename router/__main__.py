@@ -13,7 +13,7 @@ from mesh.domain.errors import LayoutMismatch
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo
 from mesh.metrics import serving_metrics, watching_loop
-from mesh.process import ServiceProgram, announce, run_for_life, until_stopped
+from mesh.process import ServiceProgram, run_for_life, tell_parent, until_stopped
 from mesh.public_tls import warn_of_open_keys
 from mesh.rpc.server import Listen, Server
 from mesh.tasks import cancel_all
@@ -99,7 +99,7 @@ class RouterProcess:
             [model_router.mesh for model_router in self.model_routers],
             expect_prefill=settings.expect_prefill,
             expect_decode=settings.expect_decode,
-            on_ready=lambda: announce("ready"),
+            on_ready=lambda: tell_parent("ready"),
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._model_runs: list[asyncio.Task[None]] = []
@@ -208,7 +208,7 @@ class RouterProcess:
 
 
 def _downloading(fraction: float) -> None:
-    announce("downloading", fraction=fraction)
+    tell_parent("downloading", fraction=fraction)
 
 
 def _warn_of_open_keys(settings: RouterSettings) -> None:
@@ -227,7 +227,7 @@ async def serve(settings: RouterSettings) -> None:
         collecting_rarely(),
     ):
         await router.start()
-        announce("listening", address=router.public.address, registry_address=router.coordination.address)
+        tell_parent("listening", address=router.public.address, registry_address=router.coordination.address)
         await until_stopped(settings)
         await router.stop(settings.grace_s)
 

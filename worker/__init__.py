@@ -10,6 +10,5 @@ registration.py          registration and heartbeats, with one router; redis_reg
 servicer.py              the Worker gRPC service: identity and load, draining, change of the role
 settings.py              settings of both kinds of worker
 metrics.py               figures of the engine (both roles), of sent KV (prefill) and of started sequences (decode)
-tracing.py               spans of both kinds of worker
 ranks/                   what a worker with several ranks does beside its engine
 """

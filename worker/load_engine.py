@@ -50,7 +50,7 @@ from mesh.domain.kv import Degrees
 from mesh.domain.request import mint_id
 from mesh.domain.worker import Adapter, WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
-from mesh.process import announce
+from mesh.process import tell_parent
 from worker.engine_settings import EngineLimits, engine_settings, longest_sequence
 from worker.load_watch import STALLED_S, LoadProgress, limited, peak_memory
 from worker.ranks.connection import RankConnection
@@ -234,7 +234,7 @@ def download_and_load_engine(settings: WorkerSettings, limits: EngineLimits, loa
     Ends the process if loading takes longer than `model_loading_timeout`, or, without that, makes no progress. The
     download does not count.
     """
-    located = settings.located(lambda fraction: announce("downloading", fraction=fraction))
+    located = settings.located(lambda fraction: tell_parent("downloading", fraction=fraction))
     begun_s = time.monotonic()
     progress = LoadProgress()
     waiting_s = settings.rank_timeout_s if settings.rank_listen else 0.0
@@ -244,7 +244,7 @@ def download_and_load_engine(settings: WorkerSettings, limits: EngineLimits, loa
     with (
         limited(settings.model_loading_timeout, progress, waiting_s=waiting_s),
         measured_load() as phases,
-        noticing_compilation(lambda: announce("compiling")),
+        noticing_compilation(lambda: tell_parent("compiling")),
     ):
         loaded = load_engine(located, limits, progress, load)
     seconds = time.monotonic() - begun_s
@@ -252,7 +252,7 @@ def download_and_load_engine(settings: WorkerSettings, limits: EngineLimits, loa
     memory_share = loaded.runner.kv_cache.memory_share
     if memory_share is not None:
         log.info("KV memory", summary=memory_share.summary)
-        announce("kv_memory", summary=memory_share.summary)
+        tell_parent("kv_memory", summary=memory_share.summary)
     about = {"folder": located.model, "seconds": round(seconds, 2), "phases": rounded(phases)}
     log.info("model loaded", **about, **peak_memory(loaded.runner.kv_cache.tensor.device))
     connections = tuple(connection for listener in listeners for connection in listener.connections)
@@ -304,7 +304,7 @@ def _load_runner_with_remote_ranks(
     )
     listeners.append(ranks)
     if local is None:
-        announce("waiting_for_ranks", port=ranks.port)
+        tell_parent("waiting_for_ranks", port=ranks.port)
     runner = load_remote_runner(runner_settings, ranks, on_progress, on_lost=_end)
     runner.rank_pids = () if local is None else local.pids
     return runner

@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from mesh.logs import flush_outputs
-from mesh.process import announce
+from mesh.process import tell_parent
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ class LoadProgress:
 
     def __call__(self, fraction: float) -> None:
         self.fraction = fraction
-        announce("loading", fraction=fraction)
+        tell_parent("loading", fraction=fraction)
 
     def note_rank(self) -> None:
         """A rank on another machine has reported progress. Any thread calls it."""
@@ -45,7 +45,7 @@ class LoadProgress:
 
     def checked(self, *, makes_progress: bool) -> None:
         """Tell the parent process that nobody has given up the load."""
-        announce("loading", fraction=self.fraction)
+        tell_parent("loading", fraction=self.fraction)
 
 
 @contextmanager

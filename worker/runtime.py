@@ -19,7 +19,7 @@ from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Wo
 from mesh.domain.host import join_host
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.logs import flush_outputs
-from mesh.process import announce, run_for_life
+from mesh.process import run_for_life, tell_parent
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
@@ -66,7 +66,7 @@ class WorkerRuntime:
         self._next_role_changed = asyncio.Event()
         servicer = WorkerServicer(self.info, self, self.set_draining, self.switch_role)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
-        announce("listening", address=self.info.address)
+        tell_parent("listening", address=self.info.address)
 
     def export_load(self, metrics: WorkerMetrics) -> None:
         """Add the load and state of the heartbeats to the metrics."""
@@ -92,7 +92,7 @@ class WorkerRuntime:
         await self.server.start((*services, "mesh.v1.Worker"))
         self.server.set_serving(True)
         await asyncio.sleep(0)  # a signal to a worker that is ready drains it
-        announce("ready")
+        tell_parent("ready")
         registered = asyncio.create_task(self._stay_registered())
         died = asyncio.create_task(engine_died.wait())
         watch = run_for_life(self._watch())

@@ -19,7 +19,7 @@ from engine.loop import EngineLoop
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.worker import WorkerRole
 from mesh.metrics import serving_metrics, watching_loop
-from mesh.process import announce, keep_freed_memory, until_stopped
+from mesh.process import keep_freed_memory, tell_parent, until_stopped
 from mesh.rpc.server import require_free
 from worker.engine_settings import widest
 from worker.load_engine import LoadRunner, download_and_load_engine
@@ -76,8 +76,8 @@ class Worker:
         self._engine.start()
         try:
             while (next_role := await self._serve(stopped)) is not None:
-                announce("switching", role=next_role.value)
-                await _free_port(self._settings.host, self._settings.port)
+                tell_parent("switching", role=next_role.value)
+                await _await_free_port(self._settings.host, self._settings.port)
                 self._open(self._roles[next_role])
             stopped.result()  # it may have failed, as on a stdin that cannot be followed
         finally:
@@ -147,7 +147,7 @@ async def _within_limit(coroutine: Coroutine[object, object, None]) -> None:
     raise MeshError(f"the engine did not end its work within {_CHANGE_S} s, which the next role needs")
 
 
-async def _free_port(host: str, port: int) -> None:
+async def _await_free_port(host: str, port: int) -> None:
     """Wait until the former server has let go of the port. Raises ConfigurationError if it is in use for longer."""
     deadline_s = asyncio.get_running_loop().time() + _PORT_S
     while True:

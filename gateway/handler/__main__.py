@@ -13,7 +13,7 @@ from gateway.handler.server import HandlerServer, load_user_code
 from gateway.server import serving_at
 from gateway.settings import parse_properties
 from mesh.parent import end_with
-from mesh.process import ProcessSettings, ServiceProgram, announce, until_stopped
+from mesh.process import ProcessSettings, ServiceProgram, tell_parent, until_stopped
 from mesh.settings import setting
 
 log = structlog.get_logger(__name__)
@@ -53,7 +53,7 @@ async def serve(settings: HandlerSettings) -> None:
         listener.bind(settings.socket)
         listener.listen(_BACKLOG)
         async with serving_at(handler.app(), listener, _GRACE_S):
-            announce("ready", parts=code.parts)
+            tell_parent("ready", parts=code.parts)
             await until_stopped(settings)
 
 

@@ -1,5 +1,5 @@
-"""Structured output: the form that a text must have, and the checks of every public API. Limits on its size bound the cost
-of compiling it, which `checkpoint/grammar.py` does.
+"""Structured output: the form that a text must have, with the checks of every public API. Limits on its size bound the
+cost of compiling it, which `checkpoint/grammar.py` does.
 """
 
 import json

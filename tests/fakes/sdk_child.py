@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from mesh.process import ProcessSettings, announce, take_secrets, until_stopped
+from mesh.process import ProcessSettings, take_secrets, tell_parent, until_stopped
 
 FOLLOWING = ProcessSettings(follow_stdin=True)
 
@@ -45,8 +45,8 @@ async def router(flags: dict[str, str], plan: str) -> None:
     async with running_router(port=int(flags["port"])) as running:
         registry_port = flags["registry-port"] if int(flags["registry-port"]) else "1"
         address = running.address.replace("127.0.0.1", flags.get("host", "127.0.0.1"))
-        announce("listening", address=address, registry_address=f"127.0.0.1:{registry_port}")
-        announce("ready")
+        tell_parent("listening", address=address, registry_address=f"127.0.0.1:{registry_port}")
+        tell_parent("ready")
         if plan == "dies later":
             await until_file("die")
             os._exit(3)
@@ -54,14 +54,14 @@ async def router(flags: dict[str, str], plan: str) -> None:
 
 
 async def worker(flags: dict[str, str], plan: str) -> None:
-    announce("loading", fraction=0.5)
+    tell_parent("loading", fraction=0.5)
     if plan == "compiles":
-        announce("compiling")
-    announce("listening", address=f"{flags.get('host', '127.0.0.1')}:2")
+        tell_parent("compiling")
+    tell_parent("listening", address=f"{flags.get('host', '127.0.0.1')}:2")
     if plan == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if plan != "never ready":
-        announce("ready")
+        tell_parent("ready")
     if plan == "stubborn":
         await asyncio.Event().wait()
     await until_stopped(FOLLOWING)

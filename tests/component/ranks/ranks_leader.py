@@ -23,7 +23,7 @@ from engine.ranks.launch import RankProcesses, RankSetup
 from engine.ranks.rank import Rank
 from engine.runner_settings import RunnerSettings
 from mesh.logs import configure_logging
-from mesh.process import ServiceProgram, announce
+from mesh.process import ServiceProgram, tell_parent
 from tests.component.driving import Driver
 from tests.fakes.requests import make_request
 from worker.load_engine import load_runner_with_ranks
@@ -53,7 +53,7 @@ def _run_steps(model_dir: str, tensor: int, pipeline: int) -> None:
     driver = Driver(load_runner_with_ranks(replace(settings, tensor_parallel=tensor, pipeline_parallel=pipeline)))
     run = driver.add(make_request("0", PROMPT, max_new_tokens=100))
     driver.step((run, len(PROMPT)))
-    announce("loaded")
+    tell_parent("loaded")
     for _ in sys.stdin:
         driver.step((run, 1))
 

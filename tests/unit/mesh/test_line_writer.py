@@ -203,12 +203,12 @@ def test_libraries_in_c_lose_what_does_not_fit() -> None:
 SERVICE = """
 import asyncio, logging, os, sys
 import structlog
-from mesh.process import ProcessSettings, ServiceProgram, announce
+from mesh.process import ProcessSettings, ServiceProgram, tell_parent
 
 async def serve(settings):
     for number in range(40_000):
         structlog.get_logger().info("finished", number=number, text="x" * 100)
-        announce("progress", number=number, text="x" * 100)
+        tell_parent("progress", number=number, text="x" * 100)
         if number % 100 == 0:
             logging.getLogger("lib").warning("number %d", number)
             print("x" * 100, file=sys.stderr)

@@ -64,7 +64,7 @@ def test_a_load_ends_when_it_no_longer_gets_on(
 ) -> None:
     progress = load_watch.LoadProgress()
     announced: list[str] = []
-    monkeypatch.setattr(load_watch, "announce", lambda event, **_: announced.append(event))
+    monkeypatch.setattr(load_watch, "tell_parent", lambda event, **_: announced.append(event))
     looks = Looks(progress, *advances)
     monkeypatch.setattr(load_watch, "work_done", lambda: looks.work)
     assert load_watch._stalls(progress, looks, load_watch.STALLED_S) is stalls

@@ -51,7 +51,7 @@ messages.py, chunks.py     messages as values and as bytes; how KV is cut into c
 store.py                   the interface of the KV cache that both sides use
 ranks.py                   KV that lies in other processes of the worker
 settings.py                limits and leases
-transports/                payload paths; base.py is the interface for another one
+transports/                payload paths; transports/base.py is the interface for another one
 """
 
 from kvtransfer.incoming_transfer import ExpectedTransfer

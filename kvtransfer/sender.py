@@ -51,7 +51,7 @@ class KVSender:
         if max_chunk_bytes > MAX_MESSAGE_BYTES // 2:
             raise ConfigurationError(
                 f"one block of one layer has {max_chunk_bytes} bytes, over the limit of {MAX_MESSAGE_BYTES // 2}: "
-                "set a smaller block_size"
+                "use smaller blocks (block_size)"
             )
         self._resources = SenderResources(
             store=store,

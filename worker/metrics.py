@@ -11,7 +11,7 @@ from engine.kv.disk import DiskCounts
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.metrics import GAP_SECONDS, SECONDS, TOKENS, new_registry
-from worker.ranks.watch import RankTimes
+from worker.ranks.states import RankTimes
 
 _BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 

@@ -24,7 +24,7 @@ from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
 from worker.metrics import WorkerMetrics
-from worker.ranks.watch import log_ranks
+from worker.ranks.states import log_ranks
 from worker.registration import CacheSnapshot, Registration, Report
 from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings

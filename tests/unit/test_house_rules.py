@@ -29,6 +29,10 @@ FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np
 
 EXCEPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["tandem"]["size-exceptions"]
 TESTS = Path(__file__).resolve().parents[1]
+MAPPED_ROOMS = (
+    *("checkpoint", "engine/loading", "kvtransfer", "kvtransfer/transports", "mesh", "mesh/domain", "mesh/rpc"),
+    *("rank_worker", "worker", "worker/ranks"),
+)
 MAY_SUPPRESS_CANCELLATIONS = {"mesh/tasks.py", "bench/modelled_workers.py"}
 """The former raises them afterwards, the latter's process ends."""
 
@@ -112,6 +116,14 @@ def test_no_unsafe_deserialisers(path: Path, evidence: Evidence) -> None:
                 continue  # torch's own reader of tensors, which runs no code
             assert ast.unparse(node.func) not in FORBIDDEN_CALLS
     evidence("R17", "unsafe deserialisers, by file", 0, target="0", ok=True)
+
+
+@pytest.mark.parametrize("room", MAPPED_ROOMS)
+def test_the_map_of_a_room_names_its_modules(room: str) -> None:
+    """The map is the docstring of the package. Names behind a slash are of other rooms."""
+    docstring = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text())) or ""
+    named = set(re.findall(r"(?<![/\w])\w+\.py\b", docstring))
+    assert named == {path.name for path in (ROOT / room).glob("*.py") if not path.name.startswith("__")}
 
 
 def test_cancellations_are_not_suppressed() -> None:

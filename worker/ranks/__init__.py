@@ -1,6 +1,6 @@
 """The leader of a worker with several ranks: its work beside the engine.
 
-watch.py       state and CPU time of ranks on this machine
+states.py      state and CPU time of ranks on this machine
 listener.py    the server into which ranks without shared memory dial
 server.py      makes that server; facts on which a worker and such ranks must agree
 connection.py  one rank's connection to it

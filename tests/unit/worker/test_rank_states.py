@@ -9,7 +9,7 @@ import sys
 import psutil
 from structlog.testing import capture_logs
 
-from worker.ranks.watch import RankState, log_ranks, observe_ranks
+from worker.ranks.states import RankState, log_ranks, observe_ranks
 
 
 def test_a_stopped_rank_is_late_and_a_waiting_one_is_not() -> None:

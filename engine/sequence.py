@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from mesh.domain.kv import BlockHash
+from mesh.domain.block_hashes import BlockHash
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import FinishReason, PromptLogprob, SequenceKey
 

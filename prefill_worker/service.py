@@ -27,8 +27,8 @@ from engine.engine import StepResult
 from engine.loop import EngineLoop
 from engine.sequence import SequenceState
 from kvtransfer import AnyOutgoingTransfer, MultiRankSender, TransferSpec
-from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, WorkerDraining
+from mesh.domain.kv import Span
 from mesh.domain.prefill import KVDestination, PrefillEvent, PrefillStarted, TransferFinished
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceKey, SequenceOutput, failure_of
@@ -188,7 +188,7 @@ class PrefillService:
 
     # -- called by the engine ---------------------------------------------------------------------------------------
 
-    def on_layers(self, batch: ScheduledBatch, layers: kv.Span) -> None:
+    def on_layers(self, batch: ScheduledBatch, layers: Span) -> None:
         """Announce the blocks that are final in these layers. Called on the engine's thread, during a step."""
         busy = self._engine.busy()
         begun_s = self._loop.time() - (busy.for_s if busy is not None else 0.0)
@@ -209,7 +209,7 @@ class PrefillService:
         num_tokens, first_index = len(sequence.spec.token_ids), self._layout.first_transfer_index
         return range(first_index(num_tokens, positions.start), first_index(num_tokens, positions.stop))
 
-    def _announce(self, finals: list[_FinalBlocks], layers: kv.Span) -> None:
+    def _announce(self, finals: list[_FinalBlocks], layers: Span) -> None:
         for final in finals:
             prompt = final.prompt
             if self._prompts.get(prompt.sequence.key) is not prompt:
@@ -224,11 +224,11 @@ class PrefillService:
                     continue
                 prompt.begun_s, prompt.opened_s = final.begun_s, self._loop.time()
                 prompt.started.set_result(None)
-            blocks = kv.Span(final.blocks.start, len(final.blocks))
+            blocks = Span(final.blocks.start, len(final.blocks))
             prompt.transfer.announce(blocks, layers)
             # A recurrent state changes until the prompt's end. Whatever layers it is of, it fills blocks of all.
             if final.ends_prompt and layers.end == self._layout.num_layers:
-                states = kv.Span(final.blocks.stop, self._layout.state_blocks)
+                states = Span(final.blocks.stop, self._layout.state_blocks)
                 prompt.transfer.announce(states, self._layout.whole.layers)
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> AnyOutgoingTransfer:

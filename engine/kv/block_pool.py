@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.kv.eviction import EvictionQueue, Worth, combined, worth_of
+from mesh.domain.block_hashes import BlockHash, state_block_hashes, state_hash
 from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
-from mesh.domain.kv import BlockHash, state_block_hashes, state_hash
 from mesh.domain.worker import CacheEvent
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.kv.block_pool import BlockPool
 from engine.sequence import SequenceState
-from mesh.domain.kv import BlockHash, block_hashes, group_hash, next_hash, root_hash
+from mesh.domain.block_hashes import BlockHash, block_hashes, group_hash, next_hash, root_hash
 from mesh.domain.kv_groups import NO_BLOCK, KVGroups
 
 

@@ -24,7 +24,7 @@ from engine.kv.snapshots import Snapshots
 from engine.kv.windows import Windows
 from engine.sequence import BlockPayloads, SequenceState
 from engine.settings import SchedulerConfig
-from mesh.domain.kv import BlockHash, group_hash
+from mesh.domain.block_hashes import BlockHash, group_hash
 from mesh.domain.kv_groups import NO_BLOCK
 
 

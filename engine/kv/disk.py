@@ -35,8 +35,8 @@ import xxhash
 
 from engine.kv.sharded_cache import AnyKVCache
 from engine.sequence import BlockPayloads
+from mesh.domain.block_hashes import BlockHash, state_block_hashes
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import BlockHash, state_block_hashes
 
 log = structlog.get_logger(__name__)
 

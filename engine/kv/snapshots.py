@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from engine.batch import ScheduledSequence
 from engine.kv.block_pool import BlockPool
 from engine.sequence import BlockPayloads, SequenceState
-from mesh.domain.kv import BlockHash, state_block_hashes
+from mesh.domain.block_hashes import BlockHash, state_block_hashes
 
 Fill = Callable[[Sequence[int], Sequence[bytes]], None]
 """Copies payloads into blocks: `EvictedBlockStore.restore`."""

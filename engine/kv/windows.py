@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from engine.kv.block_pool import BlockPool
 from engine.sequence import SequenceState, SequenceStatus
-from mesh.domain.kv import BlockHash, group_hash
+from mesh.domain.block_hashes import BlockHash, group_hash
 from mesh.domain.kv_groups import NO_BLOCK, KVGroups
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from mesh.domain.kv import BlockHash, next_hash, root_hash, state_hash
+from mesh.domain.block_hashes import BlockHash, next_hash, root_hash, state_hash
 from router.workers.membership import WorkerView
 
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mesh.domain.kv import KVLayout, block_hashes
+from mesh.domain.block_hashes import block_hashes
+from mesh.domain.kv import KVLayout
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from router.admission.placement import MeshSnapshot, PlacementQuery
 from router.admission.prefix_chain import PrefixChain

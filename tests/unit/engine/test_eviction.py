@@ -11,8 +11,8 @@ from engine.kv.eviction import EvictionQueue, Worth, combined, worth_of
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
+from mesh.domain.block_hashes import block_hashes
 from mesh.domain.cache_hints import CacheHints, KeepPriority
-from mesh.domain.kv import block_hashes
 from tests.fakes.requests import make_request
 from tests.unit.engine.test_scheduler import run_step
 

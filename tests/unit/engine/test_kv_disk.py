@@ -20,8 +20,9 @@ from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
+from mesh.domain.block_hashes import state_block_hashes
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import KVLayout, state_block_hashes
+from mesh.domain.kv import KVLayout
 from mesh.domain.tokens import SampledToken
 from tests.defects import Repaired
 from tests.fakes.requests import make_request

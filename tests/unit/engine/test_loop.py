@@ -18,8 +18,9 @@ from engine.loop import EngineLoop
 from engine.scheduler import Scheduler
 from engine.sequence import BlockPayloads, SequenceState
 from engine.settings import SchedulerConfig
+from mesh.domain.block_hashes import BlockHash
 from mesh.domain.errors import WorkerLost
-from mesh.domain.kv import BlockHash, Span
+from mesh.domain.kv import Span
 from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_continuation

@@ -16,8 +16,8 @@ from engine.sequence import SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from engine.speculation.drafters import NgramDrafter
 from engine.speculation.speculator import Speculator
+from mesh.domain.block_hashes import BlockHash, block_hashes, next_hash
 from mesh.domain.errors import InvalidRequest, ModelFailed, WorkerBusy
-from mesh.domain.kv import BlockHash, block_hashes, next_hash
 from mesh.domain.tokens import FinishReason, SampledToken
 from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, eager_speculator

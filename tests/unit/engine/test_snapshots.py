@@ -16,9 +16,9 @@ from engine.kv.block_pool import BlockPool
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
+from mesh.domain.block_hashes import block_hashes, state_block_hashes
 from mesh.domain.cache_hints import CacheHints
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import block_hashes, state_block_hashes
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FakeKVStore, FakeRunner
 from tests.unit.engine.test_scheduler import BLOCK, SchedulerLife, run_step

@@ -12,7 +12,7 @@ from engine.kv.block_pool import BlockPool
 from engine.kv.windows import Windows
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
-from mesh.domain.kv import BlockHash, block_hashes, group_hash
+from mesh.domain.block_hashes import BlockHash, block_hashes, group_hash
 from mesh.domain.kv_groups import NO_BLOCK, KVGroups
 from tests.unit.engine.test_scheduler import BLOCK, EOS, MAX_BATCH_TOKENS, SchedulerLife
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import structlog
 
+from mesh.domain.block_hashes import block_hashes
 from mesh.domain.errors import ConfigurationError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated
-from mesh.domain.kv import block_hashes
 from router.admission.limiter import LocalLimiter
 from router.tenants import ANONYMOUS, ApiKeys, KeysFile, NoKeys, Priority, Tenant, digest_of, new_key
 from tandem_cli.main import main as tandem_command

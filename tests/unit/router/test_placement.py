@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.domain.kv import KVLayout, block_hashes, state_hash
+from mesh.domain.block_hashes import block_hashes, state_hash
+from mesh.domain.kv import KVLayout
 from mesh.domain.worker import Adapter, WorkerState
 from router.admission.placement import NoPlacement, Placement, place
 from router.admission.prefix_chain import PrefixChain

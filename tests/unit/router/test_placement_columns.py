@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mesh.domain.kv import block_hashes
+from mesh.domain.block_hashes import block_hashes
 from mesh.domain.worker import Adapter, WorkerLoad, WorkerRole, WorkerState
 from router.admission.in_flight import CapacityClaim, InFlightTable
 from router.admission.placement import Placement, PlacementQuery, is_short_in, place

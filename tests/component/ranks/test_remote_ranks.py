@@ -50,7 +50,7 @@ from mesh.domain.worker import KVEndpoint
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import rank_pb2
-from rank_worker import joining
+from rank_worker import remote_rank
 from rank_worker.settings import RankSettings
 from tests.component.arms import settings
 from tests.component.driving import Driver
@@ -342,14 +342,14 @@ async def test_a_joined_rank_whose_wait_for_a_stop_fails_tells_its_leader(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading = threading.Event()
-    monkeypatch.setattr(joining, "OwnMemoryRank", lambda *_: loading.wait())
+    monkeypatch.setattr(remote_rank, "OwnMemoryRank", lambda *_: loading.wait())
 
     async def fail() -> None:
         raise PermissionError("stdin cannot be followed")
 
     async with gathering(checkpoint("llama")) as (ranks, gathered):
         rank = rank_settings(ranks.port, checkpoint("llama"))
-        joined = joining.JoinedRank(await joining._dial(rank), rank)
+        joined = remote_rank.JoinedRank(await remote_rank._dial(rank), rank)
         await gathered
         status = await asyncio.wait_for(joined.serve(asyncio.create_task(fail())), LIMIT_S)
         loading.set()
@@ -388,19 +388,19 @@ async def gathering(model_dir: Path, size: int = 2) -> AsyncIterator[tuple[RankL
 async def test_ranks_that_do_not_fit_are_refused(checkpoint: Checkpoint, changes: dict[str, Any], error: str) -> None:
     async with gathering(checkpoint("llama")) as (ranks, gathered):
         with pytest.raises(ConfigurationError, match=error):
-            await joining._dial(rank_settings(ranks.port, checkpoint("llama"), **changes))
+            await remote_rank._dial(rank_settings(ranks.port, checkpoint("llama"), **changes))
         assert not gathered.done(), "the leader waits for the right one"
 
 
 async def test_another_model_or_version_is_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     async with gathering(checkpoint("llama")) as (ranks, gathered):
         with pytest.raises(ConfigurationError, match=r"rank 1 has another model: fingerprint .* not the leader's"):
-            await joining._dial(rank_settings(ranks.port, checkpoint("qwen3")))
+            await remote_rank._dial(rank_settings(ranks.port, checkpoint("qwen3")))
         with monkeypatch.context() as patched:
-            patched.setattr(joining, "versions", lambda: "tandem 0.0.1")
+            patched.setattr(remote_rank, "versions", lambda: "tandem 0.0.1")
             with pytest.raises(ConfigurationError, match=r"rank 1 has tandem 0.0.1; the leader has tandem \d"):
-                await joining._dial(rank_settings(ranks.port, checkpoint("llama")))
-        member = await joining._dial(rank_settings(ranks.port, checkpoint("llama")))
+                await remote_rank._dial(rank_settings(ranks.port, checkpoint("llama")))
+        member = await remote_rank._dial(rank_settings(ranks.port, checkpoint("llama")))
         assert await gathered == "127.0.0.1"
         await member.channel.close()
 
@@ -408,13 +408,13 @@ async def test_another_model_or_version_is_refused(checkpoint: Checkpoint, monke
 async def test_a_rank_that_is_taken_is_free_again_once_it_leaves(checkpoint: Checkpoint) -> None:
     async with gathering(checkpoint("llama"), size=3) as (ranks, gathered):
         wanted = rank_settings(ranks.port, checkpoint("llama"))
-        first = await joining._dial(wanted)
+        first = await remote_rank._dial(wanted)
         with pytest.raises(WorkerLost, match=r"within leader_timeout_s 0.2: rank 1 is taken, by 127.0.0.1"):
-            await joining._dial(wanted)
+            await remote_rank._dial(wanted)
         await first.channel.close()
-        again = await joining._dial(rank_settings(ranks.port, checkpoint("llama"), leader_timeout_s=LIMIT_S))
+        again = await remote_rank._dial(rank_settings(ranks.port, checkpoint("llama"), leader_timeout_s=LIMIT_S))
         assert not gathered.done()
-        other = await joining._dial(rank_settings(ranks.port, checkpoint("llama"), rank=2))
+        other = await remote_rank._dial(rank_settings(ranks.port, checkpoint("llama"), rank=2))
         await gathered
         for member in (again, other):
             await member.channel.close()
@@ -431,14 +431,14 @@ async def test_missing_ranks_are_named(checkpoint: Checkpoint) -> None:
 
 async def test_no_leader(checkpoint: Checkpoint) -> None:
     with pytest.raises(WorkerLost, match=r"rank 1 could not join 127.0.0.1:1 within leader_timeout_s 0.2"):
-        await joining._dial(rank_settings(1, checkpoint("llama")))
+        await remote_rank._dial(rank_settings(1, checkpoint("llama")))
 
 
 async def test_notes_have_limits(checkpoint: Checkpoint) -> None:
     async with gathering(checkpoint("llama")) as (ranks, gathered):
-        member = await joining._dial(rank_settings(ranks.port, checkpoint("llama")))
+        member = await remote_rank._dial(rank_settings(ranks.port, checkpoint("llama")))
         await gathered
-        joined = joining.JoinedRank(member, rank_settings(ranks.port, checkpoint("llama")))
+        joined = remote_rank.JoinedRank(member, rank_settings(ranks.port, checkpoint("llama")))
         with pytest.raises(InvalidRequest, match="a note of 65537 bytes is over the limit of 65536"):
             await asyncio.to_thread(joined._put_note, "k", bytes(1 << 16))
         for number in range(32):
@@ -463,7 +463,7 @@ async def test_memory_that_others_have_taken_meanwhile_is_no_wrong_setting(
         own.allocate(num_blocks)
     async with gathering(checkpoint("llama")) as (ranks, gathered):
         rank = rank_settings(ranks.port, checkpoint("llama"))
-        joined = joining.JoinedRank(await joining._dial(rank), rank)
+        joined = remote_rank.JoinedRank(await remote_rank._dial(rank), rank)
         await gathered
         assert await joined._fail(taken.value, asyncio.create_task(joined._read())) == 1
         assert isinstance(ranks._lost, WorkerLost)
@@ -482,11 +482,11 @@ async def test_a_rank_that_loads_tells_the_leader_that_it_gets_on(
             pass
         raise ConfigurationError("enough")
 
-    monkeypatch.setattr(joining, "OwnMemoryRank", load_slowly)
+    monkeypatch.setattr(remote_rank, "OwnMemoryRank", load_slowly)
     async with gathering(checkpoint("llama")) as (ranks, gathered):
         ranks._on_progress = lambda: signs.append(None)
         rank = rank_settings(ranks.port, checkpoint("llama"))
-        joined = joining.JoinedRank(await joining._dial(rank), rank)
+        joined = remote_rank.JoinedRank(await remote_rank._dial(rank), rank)
         await gathered
         stopped = asyncio.create_task(asyncio.Event().wait())
         assert await asyncio.wait_for(joined.serve(stopped), LIMIT_S) == 2
@@ -496,9 +496,9 @@ async def test_a_rank_that_loads_tells_the_leader_that_it_gets_on(
 
 async def test_a_rank_of_an_earlier_run_disturbs_nothing(checkpoint: Checkpoint) -> None:
     async with gathering(checkpoint("llama")) as (ranks, gathered):
-        member = await joining._dial(rank_settings(ranks.port, checkpoint("llama")))
+        member = await remote_rank._dial(rank_settings(ranks.port, checkpoint("llama")))
         await gathered
-        stale = joining.JoinedRank(member, rank_settings(ranks.port, checkpoint("llama")))
+        stale = remote_rank.JoinedRank(member, rank_settings(ranks.port, checkpoint("llama")))
         stale._group.setup.group = "another"
         with pytest.raises(WorkerLost, match="the rank is of an earlier run"):
             await asyncio.to_thread(stale._put_note, "stage-0/0", b"?")

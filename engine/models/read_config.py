@@ -281,6 +281,8 @@ def _check(config: ModelConfig) -> None:
             raise ConfigurationError(
                 f"layer_types has {len(config.recurrent.layers)} entries for {config.num_layers} layers"
             )
+        if not any(config.recurrent.layers):
+            raise ConfigurationError(f"{config.architecture} without any recurrent layer is not supported")
         has_attention = any(map(config.recurrent.has_attention, range(config.num_layers)))
         is_recurrence_alone = config.block == "single" and all(config.recurrent.layers)
         if not has_attention and not is_recurrence_alone:

@@ -226,6 +226,8 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-x"}, "not 'x'"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-"}, "3 entries for 4 layers"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-M-"}, "without any layer of attention"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "*-*-"}, "without any recurrent layer"),
+        ("Qwen3_5ForCausalLM", {"layer_types": ["full_attention"] * 4}, "without any recurrent layer"),
         ("BambaForCausalLM", {"mamba_n_heads": 3}, "3 heads of 42 in 1 groups do not fit a Mamba 2 layer of 128"),
         ("BambaForCausalLM", {"hidden_act": "gelu"}, "'gelu' as activation of Mamba 2"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-M", "mamba_hidden_act": "relu"}, "'relu' as activ"),

@@ -344,6 +344,8 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
     require_few_layers(num_layers)
     max_positions = min(integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS, least=2), MOST_POSITIONS)
     head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
+    rope = parse_rope(raw, max_positions, head_dim)
+    _require_positions(raw, rope)
     return ModelConfig(
         architecture=architecture,
         vocab_size=integer(raw, *VOCAB_KEYS),
@@ -356,11 +358,27 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
         max_position_embeddings=max_positions,
         norm_eps=number(raw, *_NORM_EPS, default=1e-6),
         activation=_activation(raw),
-        rope=parse_rope(raw, max_positions, head_dim),
+        rope=rope,
         windows=(None,) * num_layers,
         tied=flag(raw, "tie_word_embeddings", default=False),
         dtype=weights_dtype(raw),
     )
+
+
+def _require_positions(raw: RawConfig, rope: RopeConfig) -> None:
+    """Raise ConfigurationError if rotary positions follow from a context length that config.json leaves out: families
+    have different defaults for it.
+    """
+    scaling, original = rope_section(raw), "original_max_position_embeddings"
+    has_original = first_of(raw, (original,), scaling.get(original)) is not None
+    follows = {
+        "dynamic": True,
+        "llama3": not has_original,
+        "yarn": not has_original or scaling.get("factor") is None,
+        "longrope": not has_original or scaling.get("factor") is None,
+    }
+    if follows.get(rope.kind) and first_of(raw, POSITION_KEYS) is None:
+        raise ConfigurationError(f"rope type {rope.kind!r} needs max_position_embeddings in config.json")
 
 
 def _inner_size(raw: RawConfig, hidden_size: int) -> int:

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 BARE: dict[str, Any] = {"vocab_size": 100, "n_layer": 4, "n_head": 4}
+_DYNAMIC: dict[str, Any] = {"type": "dynamic", "factor": 2.0}
 _EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -204,7 +205,9 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm False"),
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob True"),
         ("DeepseekV2ForCausalLM", {"mlp_bias": True}, "mlp_bias True"),
+        ("DeepseekV2ForCausalLM", {"num_experts_per_tok": 2, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
         ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, "use_bias True"),
+        ("Ernie4_5_MoeForCausalLM", {"moe_norm_min": 0.5}, "moe_norm_min 0.5 is not supported"),
         ("DeepseekForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("GPTNeoXForCausalLM", {"rotary_pct": 0.2}, "of which 3 are rotated"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
@@ -226,6 +229,8 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-x"}, "not 'x'"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-"}, "3 entries for 4 layers"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-M-"}, "without any layer of attention"),
+        ("LlamaForCausalLM", {"rope_scaling": _DYNAMIC}, "'dynamic' needs max_position_embeddings"),
+        ("Qwen3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' needs max_position_embeddings"),
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "*-*-"}, "without any recurrent layer"),
         ("Qwen3_5ForCausalLM", {"layer_types": ["full_attention"] * 4}, "without any recurrent layer"),
         ("BambaForCausalLM", {"mamba_n_heads": 3}, "3 heads of 42 in 1 groups do not fit a Mamba 2 layer of 128"),
@@ -253,6 +258,12 @@ def test_falcon_mamba_as_published(read: Any) -> None:
     stated = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "expand": 16}
     assert read("FalconMambaForCausalLM", **stated, intermediate_size=128).recurrent.channels == 128
     assert read("FalconMambaForCausalLM", **stated).recurrent.channels == 1024
+
+
+def test_granite_4_has_a_shared_expert_unless_stated(read: Any) -> None:
+    mamba = {"mamba_n_heads": 8, "layer_types": ["mamba", "attention"] * 2}
+    assert read("GraniteMoeHybridForCausalLM", **SIZES, **mamba).experts.shared_size == 1024
+    assert read("GraniteMoeHybridForCausalLM", **SIZES, **mamba, shared_intermediate_size=0).experts.shared_size == 0
 
 
 def test_gpt_neos_layers_alternate_unless_stated(read: Any) -> None:

@@ -51,11 +51,13 @@ _MINICPM3 = {
 
 def deepseek_v2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """DeepSeek V2, V2-Lite and Coder V2. Groups of experts are as good as their best one."""
-    refuse(raw, scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, mlp_bias=True)
+    refuse(raw, scoring_func="sigmoid", norm_topk_prob=True, mlp_bias=True)
     raw = {**_V2, **raw}
-    experts = replace(_experts(plain, raw), group_best=1)
-    if text(raw, "topk_method", default="greedy") == "greedy":
+    experts, method = replace(_experts(plain, raw), group_best=1), text(raw, "topk_method", default="greedy")
+    if method == "greedy":
         experts = replace(experts, num_groups=1, top_groups=1)
+    elif method != "group_limited_greedy":
+        raise ConfigurationError(f"config.json: topk_method {method!r:.100} is not supported")
     return replace(_latent(plain, raw, interleaved=True), experts=experts)
 
 

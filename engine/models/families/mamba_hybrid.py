@@ -25,7 +25,8 @@ _OF_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": 
 def granite_moe_hybrid(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Granite 4: Mamba 2 or attention with an MLP, which is a shared expert beside experts, if it has those."""
     if integer(raw, "num_local_experts", default=8, least=0):
-        config = granite_moe(plain, {"num_local_experts": 8, "num_experts_per_tok": 2, **raw})
+        unsaid = {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
+        config = granite_moe(plain, {**unsaid, **raw})
     else:
         config = granite(plain, raw)
         shared = integer(raw, "shared_intermediate_size", default=1024)

@@ -70,9 +70,15 @@ def minimax_m2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     )
 
 
+_NO_SUM = 1e-9
+"""Far below what shares of chosen experts add up to: a limit of their sum up to this changes nothing."""
+
+
 def ernie4_5_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """ERNIE 4.5 21B-A3B and 300B-A47B."""
     refuse(raw, use_bias=True)
+    if (least := number(raw, "moe_norm_min", default=1e-12, may_be_zero=True)) > _NO_SUM:
+        raise ConfigurationError(f"config.json: moe_norm_min {least:g} is not supported, only up to {_NO_SUM:g}")
     inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_interval", default=1)
     first, last = integer(raw, "moe_layer_start_index", default=1, least=0), plain.num_layers - 1
     if raw.get("moe_layer_end_index") not in (None, -1):

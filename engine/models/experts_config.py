@@ -31,6 +31,8 @@ class ExpertsConfig:
     group_best: int = field(default=2, repr=False)
     routed_scale: float = field(default=1.0, repr=False)
     """Factor of the selected experts' weights, after they are normalised."""
+    share_floor: float = field(default=1e-20, repr=False)
+    """Added to what normalised weights are divided by, which keeps them finite where all sigmoids are 0."""
     mixer_range: float = field(default=0.0, repr=False)
     """SparseMixer: the distance from the highest output, in relation to the outputs, of those that have a share."""
     router_bias: bool = field(default=False, repr=False)

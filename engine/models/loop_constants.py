@@ -209,6 +209,7 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
             group_best=facts.group_best,
             routed_scale=np.float32(facts.routed_scale),
             mixer_range=np.float32(facts.mixer_range),
+            share_floor=np.float32(facts.share_floor),
         ),
         num_experts=facts.num_experts,
         width=facts.intermediate_size,

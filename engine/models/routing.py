@@ -9,9 +9,6 @@ from torch.nn import functional as F
 
 from engine.models.experts_config import ExpertsConfig
 
-NO_SHARE = 1e-20
-"""Keeps shares finite where sigmoids of all chosen experts are 0."""
-
 
 class Router:
     """Chooses experts. `weight`: [num_experts, hidden_size]; `choice_bias`: [num_experts] in fp32; `bias`: as that;
@@ -50,13 +47,16 @@ class Router:
             scores = outputs.to(torch.float32).sigmoid()
         else:
             scores = outputs.softmax(-1, dtype=torch.float32)
-        ranked = scores if self._choice_bias is None else scores + self._choice_bias
+        if self._choice_bias is not None:
+            ranked = scores + self._choice_bias
+        else:
+            ranked = scores if facts.num_groups > 1 else outputs  # of outputs fewer are equal: scores round to 1
         if facts.num_groups > 1:
             ranked = _without_lower_groups(ranked, facts)
         chosen = ranked.topk(facts.top_k, -1).indices
         shares = scores.gather(-1, chosen)
         if facts.normalised:
-            shares = shares / (shares.sum(-1, keepdim=True) + NO_SHARE)
+            shares = shares / (shares.sum(-1, keepdim=True) + facts.share_floor)
         return chosen, shares if facts.routed_scale == 1.0 else shares * facts.routed_scale
 
 

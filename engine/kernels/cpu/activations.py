@@ -43,6 +43,7 @@ from engine.kernels.cpu.products.finish import gated_silu, sigmoid_of
 from engine.kernels.cpu.vectors import address
 
 _INTP = types.intp
+_ONE, _MAX_EXPONENT = np.float32(1.0), np.float32(80.0)
 _CUBE, _TANH_FACTOR = 0.044715, 2.0 * math.sqrt(2.0 / math.pi)
 # Abramowitz and Stegun 1964, 7.1.26: erfc(x) = (a1 t + ... + a5 t^5) e^(-x^2), t = 1 / (1 + p x), within 1.5e-7.
 _ERFC_P, _ERFC_A = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
@@ -217,3 +218,9 @@ def gate_rows(
     for r in range(own.first, own.end):
         at, target = address(gate_up) + 2 * r * width * FLOAT_BYTES, address(out) + r * width * FLOAT_BYTES
         gate_panels(at, width // LANES, target, before, behind, activation)
+
+
+@jit
+def sigmoid(x: np.float32) -> np.float32:
+    """1 / (1 + e^-x). The power stays finite: compiled code makes NaN of infinities."""
+    return _ONE / (_ONE + np.exp(min(-x, _MAX_EXPONENT)))

@@ -289,6 +289,7 @@ class Routing(NamedTuple):
     group_best: int
     routed_scale: np.float32
     mixer_range: np.float32
+    share_floor: np.float32
 
 
 class RoutedRows(NamedTuple):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from engine.kernels.cpu.activations import sigmoid
 from engine.kernels.cpu.arguments import SIGMOID, SPARSE_MIXER, Floats, Int64s, Matrix, Range, RoutedRows, Routing
 from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
@@ -11,7 +12,6 @@ from engine.kernels.cpu.rows import Norm, put_normed
 from engine.kernels.cpu.vectors import address
 
 _ONE = np.float32(1.0)
-_NO_SHARE = np.float32(1e-20)
 _LOWEST = np.finfo(np.float32).min
 """Of experts that are chosen already; compiled code must not meet infinities."""
 
@@ -47,14 +47,17 @@ def route_rows(routing: Routing, routed: RoutedRows, layer: int, x: Floats, norm
 @jit
 def _choose(routing: Routing, layer: int, scores: Floats, ranked: Floats, chosen: Int64s, weights: Floats) -> None:
     """The experts that rank highest, and their shares."""
+    for e in range(routing.num_experts):
+        ranked[e] = scores[e]  # of outputs fewer are equal: scores round to 1
     total = _score(routing, scores)
     has_bias = routing.choice_biases.shape[1] > 0
-    for e in range(routing.num_experts):
-        ranked[e] = scores[e] / total + routing.choice_biases[layer, e] if has_bias else scores[e]
+    if has_bias or routing.num_groups > 1:
+        for e in range(routing.num_experts):
+            ranked[e] = scores[e] / total + routing.choice_biases[layer, e] if has_bias else scores[e]
     if routing.num_groups > 1:
         _drop_lower_groups(routing, ranked)
     if routing.normalised:
-        total = _NO_SHARE
+        total = routing.share_floor
     for i in range(routing.top_k):
         best = _highest(ranked, 0, routing.num_experts)
         ranked[best] = _LOWEST
@@ -70,7 +73,7 @@ def _score(routing: Routing, scores: Floats) -> np.float32:
     """Turn a router's outputs into scores, and return what divides them."""
     if routing.scoring == SIGMOID:
         for e in range(routing.num_experts):
-            scores[e] = _ONE / (_ONE + np.exp(-scores[e]))
+            scores[e] = sigmoid(scores[e])
         return _ONE
     peak, total = scores[0], np.float32(0.0)
     for e in range(1, routing.num_experts):
@@ -131,4 +134,4 @@ def _shared_weight(routing: Routing, layer: int, x: Floats) -> np.float32:
     total = np.float32(0.0)
     for i in range(len(x)):
         total += x[i] * routing.shared_gates[layer, 0, i]
-    return _ONE / (_ONE + np.exp(-total))
+    return sigmoid(total)

@@ -73,6 +73,7 @@ def lfm2_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
             scoring="sigmoid",
             choice_bias=flag(raw, "use_expert_bias", default=True),
             routed_scale=number(raw, "routed_scaling_factor", default=1.0),
+            share_floor=1e-6,
         ),
     )
 

@@ -6,6 +6,7 @@ do, because columns do not depend on each other. So a long prompt costs the mult
 
 import numpy as np
 
+from engine.kernels.cpu.activations import sigmoid
 from engine.kernels.cpu.arguments import Floats, Range
 from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES
@@ -16,7 +17,6 @@ from engine.kernels.cpu.vectors import address, read_float, scale_row, weigh_row
 
 _ONE = np.float32(1.0)
 _NOTHING = np.float32(0.0)
-_MAX_EXPONENT = np.float32(80.0)
 _LENGTH_EPS = np.float32(1e-6)
 
 
@@ -69,7 +69,7 @@ def _mix_head(
     for token in range(tokens.first, tokens.end):
         strength = rows.projected + token * rows.step + numbers_at * FLOAT_BYTES
         decay = strength + num_heads * FLOAT_BYTES
-        write_float(strength, _ONE / (_ONE + np.exp(min(-read_float(strength), _MAX_EXPONENT))))
+        write_float(strength, sigmoid(read_float(strength)))
         rate = recurrent.rates[layer, head]
         write_float(decay, np.exp(rate * softplus(read_float(decay) + recurrent.rate_biases[layer, head])))
     state_at = (recurrent.taps.shape[1] - 1) * recurrent.taps.shape[2] + head * key_width

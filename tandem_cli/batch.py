@@ -13,6 +13,7 @@ from gateway.batches.files import AnswerFile, BatchRefused, check_requests, read
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import run_async
 from mesh.settings import load_settings, setting
+from tandem_cli.parser import count, not_negative, positive
 from tandem_cli.terminal import error_console, progress_bar
 
 if TYPE_CHECKING:
@@ -34,17 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("answers", type=Path, metavar="OUT", help=about)
     about = "HTTP gateway (http://127.0.0.1:8080); an API key comes from the variable TANDEM_API_KEY"
     parser.add_argument("--url", default="http://127.0.0.1:8080", metavar="URL", help=about)
-    parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests under way at a time (16)")
+    parser.add_argument("--concurrency", type=count, default=16, metavar="N", help="requests under way at a time (16)")
     about = "seconds for which a request is sent again while the gateway has no capacity or is away (3600)"
-    parser.add_argument("--patience", type=float, default=3600.0, metavar="S", help=about)
+    parser.add_argument("--patience", type=not_negative, default=3600.0, metavar="S", help=about)
     about = "seconds that one try may take, more than the gateway's request_timeout_s (660)"
-    parser.add_argument("--timeout", type=float, default=660.0, metavar="S", help=about)
+    parser.add_argument("--timeout", type=positive, default=660.0, metavar="S", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every request has an answer that is no error, else 1. Answers of earlier runs count, too."""
-    if args.concurrency < 1 or args.patience < 0 or args.timeout <= 0:
-        raise ConfigurationError("--concurrency must be >= 1, --patience >= 0 and --timeout > 0")
     if not args.url.lower().startswith(("http://", "https://")):
         raise ConfigurationError(f"--url must begin with http:// or https://, {args.url!r} does not")
     if args.requests.exists() and args.answers.exists() and args.requests.samefile(args.answers):

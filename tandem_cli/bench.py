@@ -31,7 +31,7 @@ from tandem_cli.load_test.jobs import Lengths, read_jobs
 from tandem_cli.load_test.report import Report, describe_machine, show
 from tandem_cli.load_test.sweep import Sweep, Watcher
 from tandem_cli.local_mesh.hardware import available_cores
-from tandem_cli.parser import CommandParser, output_file
+from tandem_cli.parser import CommandParser, not_negative, output_file
 from tandem_cli.terminal import error_console, progress_bar, wide_console
 
 _DEFAULTS = Benchmark()
@@ -106,7 +106,7 @@ def _add_loads(parser: argparse.ArgumentParser) -> None:
     about = f"tokens of each prompt in the burst ({_DEFAULTS.burst.tokens})"
     group.add_argument("--burst-tokens", type=int, metavar="N", help=about)
     about = f"seconds to measure before and after the burst ({_DEFAULTS.burst.lead_s:g})"
-    group.add_argument("--burst-lead", type=float, metavar="S", help=about)
+    group.add_argument("--burst-lead", type=not_negative, metavar="S", help=about)
     about = f"tokens of a random prompt ({_DEFAULTS.input_tokens[0]})"
     group.add_argument("--input-tokens", type=int, nargs="+", metavar="N", help=about)
     about = f"tokens of an answer ({_DEFAULTS.output_tokens}); with --data: the limit for lines without one"

@@ -29,7 +29,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import accept_signal
 from mesh.settings import suggestion
 from tandem_cli.local_mesh.service_log import read_log_line
-from tandem_cli.parser import Command, CommandParser, whole
+from tandem_cli.parser import Command, CommandParser, not_negative, whole
 from tandem_cli.terminal import FittingTable, wide_console
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
@@ -71,7 +71,7 @@ def _add_stop_arguments(parser: CommandParser) -> None:
     which.add_argument("mesh", nargs="?", metavar="MESH", help=about)
     which.add_argument("--all", action="store_true", help="stop all meshes of this user on this machine")
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="how long to wait for the end (default: without limit)"
+        "--timeout", type=not_negative, metavar="SECONDS", help="how long to wait for the end (default: without limit)"
     )
 
 

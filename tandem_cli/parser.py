@@ -116,6 +116,14 @@ def positive(text: str) -> float:
     return value
 
 
+def not_negative(text: str) -> float:
+    """The type of arguments that are numbers, 0 among them."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be >= 0, got {text}")
+    return value
+
+
 def count(text: str) -> int:
     """The type of arguments that are whole numbers above 0."""
     value = int(text)

@@ -23,7 +23,7 @@ from mesh.settings import as_flags, load_settings
 from router.settings import RouterSettings
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.figures import Record, RunFailed, Slo, count_errors
-from tandem_cli.parser import CommandParser, count, given, output_file, positive, whole
+from tandem_cli.parser import CommandParser, count, given, not_negative, output_file, positive, whole
 from tandem_cli.plan import MODEL_HELP, add_device, add_precision, capacity_of, require_context
 from tandem_cli.simulate_tables import show_errors, show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
@@ -78,7 +78,7 @@ def _add_trace(parser: CommandParser) -> None:
     group.add_argument("--input-tokens", type=count, default=256, metavar="N", help="mean tokens of a prompt (256)")
     group.add_argument("--output-tokens", type=count, default=64, metavar="N", help="mean tokens of an answer (64)")
     about = "spread of the lengths: sigma of their logarithms; 0: all are equal (0)"
-    group.add_argument("--spread", type=_not_negative, default=0.0, metavar="S", help=about)
+    group.add_argument("--spread", type=not_negative, default=0.0, metavar="S", help=about)
     about = (
         "prompts get up to X times as long, at 9:00 or the ends of --duration, and as short, answers the other way (1)"
     )
@@ -278,10 +278,3 @@ def _showing(total: int) -> Iterator[Callable[[Record], None]]:
 
 def _slo(args: argparse.Namespace) -> Slo:
     return replace(_SLO, ttft_ms=args.slo_ttft_ms, tpot_ms=args.slo_tpot_ms)
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be >= 0, got {text}")
-    return value

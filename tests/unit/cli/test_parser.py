@@ -73,6 +73,23 @@ def test_wrong_words_are_answered_with_what_was_meant(
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["batch", "in", "out", "--timeout"], "argument --timeout: must be > 0"),
+        (["batch", "in", "out", "--patience"], "argument --patience: must be >= 0"),
+        (["stop", "--timeout"], "argument --timeout: must be >= 0"),
+        (["bench", "--burst-lead"], "argument --burst-lead: must be >= 0"),
+    ],
+)
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_times_that_are_none_are_refused(
+    words: list[str], said: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *others, option = words
+    assert f"{said}, got {value}" in shown(capsys, *others, f"{option}={value}")
+
+
+@pytest.mark.parametrize(
     ("words", "models", "colocated"),
     [
         (["a"], ["a"], None),

@@ -196,7 +196,8 @@ class _RequestId:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 if _ID_HEADER not in headers:
-                    headers[_ID_HEADER] = request_id_of(Headers(scope=scope))
+                    request_id = request_id_of(Headers(scope=scope))
+                    headers[_ID_HEADER] = headers[_dialect_of(scope["path"]).id_header] = request_id
             await send(message)
 
         await self._app(scope, receive, with_id)

@@ -5,6 +5,7 @@ the client gets a fixed text, and the log has the message.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -31,6 +32,11 @@ _ANTHROPIC_TYPES = {
     429: "overloaded_error",
     504: "timeout_error",
 }
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code of requests that are longer than the model's context."""
+# The router's sentences about such requests, in the names of the client's members.
+_LONG_PROMPT = re.compile(r"the prompt has (?:(\d+) tokens, at most (\d+) )?")
+_LONG_ANSWER = re.compile(r"prompt tokens \((\d+)\) \+ \w+ \((\d+)\) must be <= \D*\((\d+)\)")
 _TGI_PREFIXES = {"validation": "Input validation error: ", "generation": "Request failed during generation: "}
 
 
@@ -188,12 +194,30 @@ class Dialect:
 def openai_error_body(problem: Problem) -> dict[str, dict[str, object]]:
     row = problem.row.openai
     code = problem.code or row.code
-    return {"error": {"message": problem.message, "type": row.type, "param": problem.field, "code": code}}
+    message = problem.message
+    if code == CONTEXT_LENGTH_EXCEEDED and (_LONG_PROMPT.match(message) or _LONG_ANSWER.match(message)):
+        message = f"This model's maximum context length is exceeded: {message}"  # litellm and others look for the words
+    return {"error": {"message": message, "type": row.type, "param": problem.field, "code": code}}
 
 
 def anthropic_error_body(problem: Problem) -> dict[str, object]:
     kind = _ANTHROPIC_TYPES.get(problem.row.openai.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+    message = _in_anthropics_words(problem.message) if problem.code == CONTEXT_LENGTH_EXCEEDED else problem.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _in_anthropics_words(message: str) -> str:
+    """The message about a request that is too long. Anthropic has no code for it, so agents read the sentence to know
+    that they have to shorten a conversation, or to ask for fewer tokens.
+    """
+    if found := _LONG_ANSWER.match(message):
+        sizes = "{} + {} > {}".format(*found.groups())
+        advice = "decrease input length or `max_tokens` and try again"
+        return f"input length and `max_tokens` exceed context limit: {sizes}, {advice}"
+    if found := _LONG_PROMPT.match(message):
+        has_tokens = found[1] is not None
+        return "prompt is too long: " + (f"{found[1]} tokens > {found[2]} maximum" if has_tokens else message)
+    return message
 
 
 def lmi_error_body(problem: Problem) -> dict[str, object]:

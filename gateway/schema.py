@@ -10,7 +10,16 @@ from collections.abc import Collection
 from itertools import takewhile
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from gateway.errors import InvalidField
@@ -197,11 +206,13 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`. A `schema` beside json_object is llama.cpp's extension."""
+    """OpenAI's `response_format`. With json_object llama.cpp's clients send a `schema`; TGI's send it as `value`, and
+    huggingface_hub makes that of OpenAI's json_schema.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-    content: Schema | None = Field(default=None, alias="schema")
+    content: Schema | None = Field(default=None, validation_alias=AliasChoices("schema", "value"))
 
 
 class StructuredOutputs(Body):

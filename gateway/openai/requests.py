@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from gateway.errors import InvalidField, Problem
+from gateway.errors import CONTEXT_LENGTH_EXCEEDED, InvalidField, Problem
 from gateway.openai.foreign_members import translate_members
 from gateway.schema import (
     MAX_MESSAGES,
@@ -298,7 +298,7 @@ class ClientFieldNames:
         """Translate a problem that is the client's fault; return any other unchanged."""
         if problem.field is not None or problem.row.openai.status != 400:
             return problem
-        code = "context_length_exceeded" if any(name in problem.message for name in _LENGTH_LIMITS) else problem.code
+        code = CONTEXT_LENGTH_EXCEEDED if any(name in problem.message for name in _LENGTH_LIMITS) else problem.code
         # A compiler's message about a structure quotes the structure, whose words must stay.
         head, refused, reason = problem.message.partition(_REFUSED)
         message = _NAME.sub(lambda match: self.names.get(match[0], match[0]), head) + refused + reason
@@ -329,9 +329,9 @@ def _names_of_structure(body: SamplingBody) -> dict[str, str]:
     guided["grammar"] = "guided_grammar"
     if body.structured_outputs is not None:
         return dict.fromkeys(guided, "structured_outputs")
+    if isinstance(body, ChatBody) and body.tools and body.tool_choice not in (None, "auto", "none"):
+        return {"json_schema": "tools"}
     if body.response_format is not None:
         names = dict.fromkeys(("json_schema", "json_object"), "response_format")
         return names | {"grammar": "response_format with tools"}  # of both, if the model may call some
-    if isinstance(body, ChatBody) and body.tools and body.tool_choice not in (None, "auto", "none"):
-        return {"json_schema": "tools"}
     return {kind: name for kind, name in guided.items() if getattr(body, name) is not None}

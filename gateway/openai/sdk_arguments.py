@@ -52,12 +52,15 @@ def chat_arguments(body: ChatBody, model: Model | None, tool_use: ToolUse | None
     """
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs")
+    is_forced = tool_use is not None and tool_use.is_forced
+    if is_forced:  # as with OpenAI: response_format is for text, of which a forced call has none
+        body = body.model_copy(update={"response_format": None})
     arguments = GenerateArguments(**_sampling(body, model), **rendering_of(body))
     arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     arguments["top_logprobs"] = body.top_logprobs
     arguments["own_bytes"] = body.logprobs or _may_stop(body, model)
     arguments["truncate_prompt_tokens"] = _truncation(body, arguments["max_new_tokens"], model)
-    if tool_use is not None and tool_use.is_forced:
+    if tool_use is not None and is_forced:
         if structure_arguments(body):
             raise InvalidRequest("tool_choice cannot force a call that has another structure: set it to auto")
         return arguments | tool_use.structure()

@@ -1,6 +1,7 @@
 """Anthropic's own client, unmodified, in an environment of its own, and what it does not show."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,29 @@ async def test_a_missing_model_in_the_words_of_either_api(gateway: RunningGatewa
     for missing in (answer, no_route):
         assert (missing.status_code, missing.json()["type"]) == (404, "error")
         assert missing.json()["error"]["type"] == "not_found_error"
-    assert answer.headers["request-id"]
+        assert missing.headers["request-id"] == missing.headers["x-request-id"]
+
+
+async def test_requests_that_are_too_long_are_refused_in_words_that_agents_know(make_mesh: Any) -> None:
+    """They read them to shorten the conversation, or to ask for fewer tokens. There is no code for it."""
+    mesh = await make_mesh()
+    await mesh.decode()
+    async with gateway_at(mesh.router.public.address) as (_, _, http):
+        counted = await http.post("/v1/messages/count_tokens", json={"messages": QUESTION})
+        for content, max_tokens, said in [
+            (
+                "weather?",
+                9000,
+                rf"input length and `max_tokens` exceed context limit: {counted.json()['input_tokens']} \+ 9000 > \d+,",
+            ),
+            ("weather? " * 300, 1, r"prompt is too long: \d+ tokens > \d+ maximum$"),
+            ("weather? " * 9000, 1, r"prompt is too long: the prompt has 81\d+ characters, "),
+        ]:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
+            for stream in (False, True):
+                refused = await http.post("/v1/messages", json=body | {"stream": stream})
+                assert refused.status_code == 400
+                assert re.match(said, refused.json()["error"]["message"]), refused.text
 
 
 async def test_stop_sequences_over_a_real_router(make_mesh: Any) -> None:

@@ -157,8 +157,32 @@ async def test_forced_calls(gateway: RunningGateway) -> None:
                 messages=MESSAGES,
                 tools=TOOLS,
                 tool_choice="required",
-                response_format={"type": "json_object"},
+                extra_body={"guided_json": {"type": "object"}},
             )
+
+
+@pytest.mark.parametrize(
+    "response_format", [{"type": "json_object"}, {"type": "json_schema", "name": "x", "schema": {}}]
+)
+async def test_a_forced_call_has_no_text_that_a_format_could_hold(
+    gateway: RunningGateway, response_format: dict[str, Any]
+) -> None:
+    """As with OpenAI; instructor sends both."""
+    gateway.script.story = CALL
+    function = TOOLS[0]["function"]
+    of_chats = response_format | {"json_schema": response_format}
+    for path, body in [
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": TOOLS, "response_format": of_chats}),
+        (
+            "/v1/responses",
+            {"input": "hi", "tools": [{"type": "function", **function}], "text": {"format": response_format}},
+        ),
+    ]:
+        response = await gateway.post(path, body | {"tool_choice": "required"})
+        assert response.status_code == 200, response.text
+        structure = gateway.script.requests.pop().sampling.structure
+        assert structure.WhichOneof("kind") == "json_schema"
+        assert '"weather"' in structure.json_schema
 
 
 @pytest.mark.parametrize(("parser", "calls"), [("auto", True), ("none", False), ("hermes", True), ("mistral", False)])

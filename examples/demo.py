@@ -13,6 +13,7 @@ import time
 
 import tandem
 from rich.console import Console
+from tandem.models import confidence
 from tandem_cli.terminal import Painter, show_confidence
 
 EASY = "What is 17 + 25?"
@@ -44,7 +45,7 @@ def ask(client: tandem.Client, question: str, *, kill: bool = False, silent: boo
         if kill and len(tokens) == KILL_AFTER_TOKENS:
             say(f" [{kill_decode_worker(client)}] ")
     if not silent:
-        say(f"\n  {len(tokens)} tokens, confidence {show_confidence(tandem.models.confidence(tokens) or 0.0)}")
+        say(f"\n  {len(tokens)} tokens, confidence {show_confidence(confidence(tokens) or 0.0)}")
         say(f", longest pause {1000 * max(gaps_s[KILL_AFTER_TOKENS:]):.0f} ms\n" if kill else "\n")
     return [token.id for token in tokens]
 

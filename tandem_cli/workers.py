@@ -169,9 +169,15 @@ def _show_tables(snapshots: Iterator[TimedMesh]) -> None:
 
 
 def _watch(snapshots: Iterator[TimedMesh]) -> None:
-    """Show the tables of one snapshot after the other in the same place."""
-    before = next(snapshots)
-    with Live(render(before, None), console=wide_console(), auto_refresh=False) as live:
+    """Show the tables of one snapshot after the other: in the same place of a terminal, elsewhere below each other."""
+    console, before = wide_console(), next(snapshots)
+    if not console.is_terminal:
+        console.print(render(before, None))
+        for now in snapshots:
+            console.print(render(now, before))
+            before = now
+        return
+    with Live(render(before, None), console=console, auto_refresh=False) as live:
         for now in snapshots:
             live.update(render(now, before), refresh=True)
             before = now

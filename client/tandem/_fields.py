@@ -9,8 +9,9 @@ from tandem.exceptions import InvalidRequest
 
 _ERRORS = (TypeError, ValueError, OverflowError)
 _MAX_CHARS = 64
+_TEXT = "a text"
 _KINDS = {
-    Field.CPPTYPE_STRING: "a text",
+    Field.CPPTYPE_STRING: _TEXT,
     Field.CPPTYPE_BOOL: "true or false",
     Field.CPPTYPE_INT32: f"an integer in [{-(2**31)}, {2**31 - 1}]",
     Field.CPPTYPE_INT64: f"an integer in [{-(2**63)}, {2**63 - 1}]",
@@ -83,6 +84,8 @@ def elements(values: Any, name: str) -> list[Any]:
 
 def wrong_value(name: str, kind: str, value: object) -> InvalidRequest:
     """The error for an argument that has to be `kind`."""
+    if kind == _TEXT and isinstance(value, str):  # one with surrogates, as Python makes of bytes that are no UTF-8
+        kind = "valid Unicode"
     return InvalidRequest(f"{name} must be {kind}, got {shown(value)}")
 
 

@@ -254,6 +254,8 @@ def test_watching_goes_on_while_no_router_answers(
     if flags:
         assert err == "tandem: nothing listens there\ntandem: too slow\n"
         assert [len(json.loads(line)["workers"]) for line in out.splitlines()] == [2, 2]
+    else:  # no terminal: one table below the other, as they come
+        assert (out.count("worker "), out.count("no newer state: nothing listens there")) == (4, 1)
     repaired("D29", "shows the error and goes on")
 
 

@@ -148,6 +148,8 @@ def test_one_stop_string_may_come_bare() -> None:
         ({"prompt": "x", "stop": 5}, "^stop must be a list, got 5$"),
         ({"prompt": "x", "stop": ["a", 5]}, r"^stop\[1\] must be a text, got 5$"),
         ({"prompt": b"\xff"}, "^prompt must be a text"),
+        ({"prompt": "caf\udce9"}, r"^prompt must be valid Unicode, got 'caf\\udce9'$"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, r"^messages\[0\]\.content must be valid Unicode"),
         ({"token_ids": [1, 2.5]}, r"^token_ids\[1\] must be an integer in \[0, 4294967295\], got 2.5$"),
         ({"prompt": "x", "seed": True}, "^seed must be an integer in .*, got True$"),
         ({"prompt": "x", "echo": 2**63}, "^echo must be true or false"),

@@ -114,8 +114,11 @@ class ChatChunks:
         return () if self._shows_roles_late else self._roles()
 
     def _roles(self) -> Iterable[Json]:
+        use = self._format.tool_use
+        # As with OpenAI: an empty text begins a part of text in clients such as the AI SDK, and a forced call has none.
+        content = None if use is not None and use.is_forced else ""
         for index in range(self._body.n or 1):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            yield self._chunk(index, {"role": "assistant", "content": content})
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
         """Render one event. A token whose text is held back gives no chunk, unless token ids are requested."""

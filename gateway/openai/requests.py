@@ -292,7 +292,8 @@ class ClientFieldNames:
     def renamed(self, names: Mapping[str, str], body: type[Body]) -> "ClientFieldNames":
         """Translate to the members of `body`, from which the chat was made. `names`: from the chat's members."""
         translated = {inner: names.get(name, name) for inner, name in self.names.items()}
-        return ClientFieldNames({**names, **translated}, frozenset(body.model_fields))
+        # A chat's prompt is made of its messages. The `prompt` of /v1/responses is another thing: a stored template.
+        return ClientFieldNames({**names, **translated}, frozenset(body.model_fields) - {"prompt"})
 
     def translate(self, problem: Problem) -> Problem:
         """Translate a problem that is the client's fault; return any other unchanged."""

@@ -165,6 +165,14 @@ async def test_the_routers_errors_name_the_clients_member(
     repaired("F10", "the router's refusals name n, max_tokens, messages, response_format, and error.param is set")
 
 
+async def test_an_input_that_is_too_long_is_named(routed: httpx2.AsyncClient) -> None:
+    """It has no prompt, which is a stored template there."""
+    response = await routed.post("/v1/responses", json={"input": "x " * 900})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+
+
 async def test_parts_of_a_text_are_lines(gateway: RunningGateway, repaired: Repaired) -> None:
     parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
     await gateway.post(CHAT, {"messages": [USER | {"content": parts}]})

@@ -151,6 +151,12 @@ async def test_forced_calls(gateway: RunningGateway) -> None:
         assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["weather"]  # type: ignore[union-attr]
         schema = json.loads(gateway.script.requests[-1].sampling.structure.json_schema)
         assert schema["properties"]["name"] == {"const": "weather"}
+        chunks = await client.chat.completions.create(
+            model="fake", messages=MESSAGES, tools=TOOLS, tool_choice=forced, stream=True
+        )
+        assert {chunk.choices[0].delta.content async for chunk in chunks} == {None}, (
+            "an empty text is one for the AI SDK"
+        )
         with pytest.raises(openai.BadRequestError, match="another structure"):
             await client.chat.completions.create(
                 model="fake",

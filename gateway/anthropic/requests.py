@@ -12,6 +12,7 @@ from gateway.openai.chat_template import joined_turns
 from gateway.openai.requests import ContentPart
 from gateway.schema import (
     MAX_MESSAGES,
+    AnyJson,
     Body,
     Count,
     Few,
@@ -99,6 +100,7 @@ class PromptBody(Body):
     system: str | Many[SystemPart] | None = None
     tools: Few[Tool] | None = None
     tool_choice: ToolChoice | None = None
+    mcp_servers: AnyJson = None  # whose tools Anthropic's server would call
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -140,6 +142,8 @@ def chat_of(body: PromptBody) -> Json:
         "chat_template_kwargs": _template_values(body),
         **chat_tools(body.tools or [], body.tool_choice or ToolChoice(type="auto")),
     }
+    if body.mcp_servers and chat["tools"] is None:
+        raise InvalidField("mcp_servers is not supported: only tools of your own are", field="mcp_servers")
     if isinstance(body, MessagesBody):
         stop = body.stop_sequences or None
         chat |= {"max_tokens": body.max_tokens, "stop": stop, "include_stop_str_in_output": stop and True}

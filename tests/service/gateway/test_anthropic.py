@@ -196,6 +196,7 @@ async def test_arguments_that_are_not_quite_json_lose_no_more_than_they_must(
             },
             "'computer_20250124' is not supported",
         ),
+        ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers is not supported"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [{"name": "y"}]}, "there is no function 'x'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: Field required"),

@@ -48,6 +48,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"--url must begin with http:// or https://, {args.url!r} does not")
     if args.requests.exists() and args.answers.exists() and args.requests.samefile(args.answers):
         raise ConfigurationError("IN and OUT must be two files")
+    for path in (args.requests, args.answers):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ConfigurationError(
+                f"{path} is no regular file: IN is read twice, and OUT is read before it is written"
+            )
     try:
         ids = check_requests(args.requests)
         columns = (MofNCompleteColumn(), TimeRemainingColumn())

@@ -27,7 +27,7 @@ from tandem_cli.load_test.endpoints import (
     own_endpoint,
 )
 from tandem_cli.load_test.figures import BURST, Outcome, Record, RunFailed
-from tandem_cli.load_test.jobs import Lengths, read_jobs
+from tandem_cli.load_test.jobs import FIRST_ID, Lengths, read_jobs
 from tandem_cli.load_test.report import Report, describe_machine, show
 from tandem_cli.load_test.sweep import Sweep, Watcher
 from tandem_cli.local_mesh.hardware import available_cores
@@ -300,6 +300,8 @@ def _openai_server(args: argparse.Namespace) -> Opener:
         raise ConfigurationError("--openai needs --model: the name of the model on that server")
     if not args.openai.startswith(("http://", "https://")):
         raise ConfigurationError(f"--openai must be a URL such as http://127.0.0.1:8000, got {args.openai!r}")
+    if args.vocab_size <= FIRST_ID:
+        raise ConfigurationError(f"--vocab-size must be > {FIRST_ID}, got {args.vocab_size}")
     key = load_settings(OpenAISettings, [], prog="bench").values.openai_api_key
     options = {"api_key": key, "vocab_size": args.vocab_size, "as_text": args.text_prompts}
     return partial(openai_endpoint, args.openai, args.model, **options)

@@ -58,10 +58,14 @@ def add_arguments(parser: CommandParser) -> None:
     _add_mesh(parser)
     goals = parser.add_argument_group("goodput and price")
     goals.add_argument(
-        "--slo-ttft-ms", type=float, default=_SLO.ttft_ms, metavar="MS", help=f"time to first token ({_SLO.ttft_ms:g})"
+        "--slo-ttft-ms",
+        type=positive,
+        default=_SLO.ttft_ms,
+        metavar="MS",
+        help=f"time to first token ({_SLO.ttft_ms:g})",
     )
     about = f"time per output token after the first ({_SLO.tpot_ms:g})"
-    goals.add_argument("--slo-tpot-ms", type=float, default=_SLO.tpot_ms, metavar="MS", help=about)
+    goals.add_argument("--slo-tpot-ms", type=positive, default=_SLO.tpot_ms, metavar="MS", help=about)
     goals.add_argument("--price-per-hour", type=positive, metavar="P", help="price of a worker's machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 

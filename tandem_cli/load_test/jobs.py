@@ -12,7 +12,7 @@ from mesh.domain.json_text import parse_json
 
 T = TypeVar("T")
 
-_FIRST_ID = 3  # smaller ids are special tokens in most vocabularies
+FIRST_ID = 3  # smaller ids are special tokens in most vocabularies
 _INPUTS = ("prompt", "messages", "token_ids", "input_tokens")
 # Field names in the traces that Mooncake publishes. Their `timestamp` is in milliseconds.
 _ALIASES = {"input_length": "input_tokens", "output_length": "max_tokens"}
@@ -52,7 +52,7 @@ def random_jobs(lengths: Lengths, count: int, seed: int | str) -> list[Job]:
 def _random_job(lengths: Lengths, rng: random.Random) -> Job:
     if lengths.as_text:
         return Job(lengths.output_tokens, prompt=" ".join(rng.choices(_WORDS, k=lengths.input_tokens)))
-    ids = tuple(rng.randrange(_FIRST_ID, lengths.vocab_size) for _ in range(lengths.input_tokens))
+    ids = tuple(rng.randrange(FIRST_ID, lengths.vocab_size) for _ in range(lengths.input_tokens))
     return Job(lengths.output_tokens, token_ids=ids)
 
 

@@ -113,6 +113,7 @@ async def test_a_mesh_that_ends_by_itself_gets_no_signal(monkeypatch: pytest.Mon
         (("--rate", "0"), "rate must be > 0, got 0"),
         (("--openai", "http://127.0.0.1:1"), "--openai needs --model"),
         (("--openai", "127.0.0.1", "--model", "m"), "--openai must be a URL"),
+        (("--openai", "http://127.0.0.1:1", "--model", "m", "--vocab-size", "3"), "--vocab-size must be > 3, got 3"),
         (("--up", "", "--address", "127.0.0.1:1"), "use only one of --address, --up"),
         (("--trace", "/nowhere"), "cannot read /nowhere"),
         (("--plot-from", "/nowhere"), "holds no results of tandem bench"),

@@ -79,6 +79,8 @@ def test_wrong_words_are_answered_with_what_was_meant(
         (["batch", "in", "out", "--patience"], "argument --patience: must be >= 0"),
         (["stop", "--timeout"], "argument --timeout: must be >= 0"),
         (["bench", "--burst-lead"], "argument --burst-lead: must be >= 0"),
+        (["simulate", "--slo-ttft-ms"], "argument --slo-ttft-ms: must be > 0"),
+        (["simulate", "--slo-tpot-ms"], "argument --slo-tpot-ms: must be > 0"),
     ],
 )
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
@@ -87,6 +89,17 @@ def test_times_that_are_none_are_refused(
 ) -> None:
     *others, option = words
     assert f"{said}, got {value}" in shown(capsys, *others, f"{option}={value}")
+
+
+def test_a_batch_of_pipes_is_refused_before_it_waits_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe, file = tmp_path / "pipe", tmp_path / "file"
+    os.mkfifo(pipe)
+    file.write_text("")
+    for words in ((pipe, file), (file, pipe), (file, Path("/dev/full"))):
+        assert main(["batch", *map(str, words)]) == 2
+        assert "is no regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

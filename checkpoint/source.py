@@ -9,6 +9,7 @@ model itself; several services that start together download it once. Only weight
 """
 
 import io
+import os
 import re
 import time
 from collections.abc import Callable
@@ -66,10 +67,7 @@ class ModelSource:
         """The last part of the name: the default name of the served model."""
         if self.is_remote:
             return self.name.rstrip("/").rpartition("/")[2]
-        try:
-            return home_expanded(self.name).resolve().name
-        except FileNotFoundError as error:
-            raise ConfigurationError("the current folder has been deleted: change to another") from error
+        return _resolved(home_expanded(self.name)).name
 
     def locate(self, on_progress: Progress = lambda fraction: None) -> Path:
         """Return the folder with the files, downloaded if needed, which may take long. Raises ConfigurationError."""
@@ -90,7 +88,7 @@ class ModelSource:
             raise ConfigurationError(f"{self.name} is a file: name the folder that it is in")
         if not folder.is_dir():
             raise ConfigurationError(f"there is no model folder {self.name}")
-        return _with_config(folder.resolve(), f"the folder {self.name}")
+        return _with_config(_resolved(folder), f"the folder {self.name}")
 
 
 def home_expanded(path: str) -> Path:
@@ -99,6 +97,23 @@ def home_expanded(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise ConfigurationError(f"{path}: there is no home folder for {path.partition('/')[0]}") from error
+
+
+def _resolved(path: Path) -> Path:
+    """The absolute path without symbolic links. Raises ConfigurationError."""
+    try:
+        resolved = path.resolve()
+    except FileNotFoundError as error:
+        raise ConfigurationError("the current folder has been deleted: change to another") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: symbolic links in a circle, until Python 3.13
+        raise ConfigurationError(f"{path} cannot be followed: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        str(resolved).encode()
+    except UnicodeEncodeError as error:  # libraries in C++ and Rust, and names of models in messages, take UTF-8 only
+        raise ConfigurationError(
+            f"the path {os.fsencode(resolved)!r} is not UTF-8: rename it, or set a UTF-8 locale (LC_ALL=C.UTF-8)"
+        ) from error
+    return resolved
 
 
 def split_models(text: str) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """The certificate that clients see, over gRPC (the router) and HTTP (the gateway)."""
 
 import asyncio
+import itertools
 import os
 import ssl
 from collections.abc import Callable
@@ -19,6 +20,8 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _CHECK_INTERVAL_S = 1.0
+_EXPIRY_TURNS = 60
+"""The dates of the certificate in use are checked once in so many intervals."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,25 +47,32 @@ class CertificateReloader(Generic[T]):
         self._files = files
         self._load = load
         self._used = self._version()
+        self._is_usable = True
         self.latest = load(*files)
 
     async def follow(self) -> None:
-        """Keep `latest` up to date until cancelled. Files that cannot be used are reported once."""
+        """Keep `latest` up to date until cancelled. Files that cannot be used, or have expired, are reported once."""
         seen = self._used
-        while True:
+        for turn in itertools.count(1):
             await asyncio.sleep(_CHECK_INTERVAL_S)
             before, seen = seen, self._version()
             if seen == before and seen != self._used:  # certificate and key are not replaced at the same moment
                 self._used = seen
-                self._renew()
+                self._load_again("the new certificate cannot be used, clients still see the one before", is_new=True)
+            elif self._is_usable and seen == self._used and turn % _EXPIRY_TURNS == 0:
+                self._load_again("clients refuse the certificate: replace its files", is_new=False)
 
-    def _renew(self) -> None:
+    def _load_again(self, failure: str, *, is_new: bool) -> None:
         cert, key = self._files
         try:
-            self.latest = self._load(cert, key)
+            loaded = self._load(cert, key)
         except (ConfigurationError, OSError) as error:  # OSError: files that were replaced again while they were read
-            log.error("the new certificate cannot be used, clients still see the one before", error=str(error))
-        else:
+            self._is_usable = False
+            log.error(failure, error=str(error))
+            return
+        self._is_usable = True
+        if is_new:
+            self.latest = loaded
             log.info("certificate read again, new connections use it", public_tls_cert=cert)
 
     def _version(self) -> list[tuple[int, int, int] | None]:

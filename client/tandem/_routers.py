@@ -27,6 +27,7 @@ ChannelFactory = Callable[[str], grpc.aio.Channel]
 FORK_ADVICE = "gRPC does not survive a fork, so start processes with spawn, or fork before the first call of any client"
 _SCHEMES = ("http://", "https://")
 _PEM_END = b"-----END "
+_MAX_CONTENTS = 8
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -78,14 +79,16 @@ class SecureChannels(Channels):
     """Channels with TLS. Raises InvalidRequest if the CA file cannot be read.
 
     The file is read again when it has been replaced, because it may hold the router's own certificate, which is
-    renewed. Its former contents stay trusted, because the router may still show them.
+    renewed. Its former contents stay trusted, because the router may still show them, also after several replacements
+    that it could not use.
     """
 
     def __init__(self, tls: Tls) -> None:
         super().__init__(self._secure_channel)
         self._tls = tls
         self._version: tuple[int, int, int] | None = None
-        self._newest: bytes | None = None
+        self._contents: tuple[bytes, ...] = ()
+        """What the file has held, the newest first."""
         self._roots: bytes | None = None
         if tls.ca is not None:
             try:
@@ -109,12 +112,12 @@ class SecureChannels(Channels):
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
         if version != self._version:
             content = Path(ca).read_bytes()
-            if self._newest is not None and _PEM_END not in content:
+            if self._contents and _PEM_END not in content:
                 return  # it is being written
             self._version = version
-            if content != self._newest:
-                self._roots = content + b"\n" + (self._newest or b"")
-                self._newest = content
+            former = (kept for kept in self._contents if kept != content)
+            self._contents = (content, *former)[:_MAX_CONTENTS]
+            self._roots = b"\n".join(self._contents)
 
 
 def _options(address: str) -> list[tuple[str, int]]:

@@ -69,7 +69,8 @@ class Forked:
         _reseed()
         gc.enable()
         sys.argv[1:] = self._flags
-        setproctitle.setproctitle(" ".join((sys.executable, "-m", self.module, *self._flags)))
+        title = " ".join((sys.executable, "-m", self.module, *self._flags))
+        setproctitle.setproctitle(title.encode(errors="backslashreplace").decode())  # paths may be no UTF-8
         _name_process()
         end_at_ctrl_c()  # as the packages of programs do that are imported in their own process
         runpy.run_module(self.module, run_name="__main__", alter_sys=True)

@@ -37,9 +37,11 @@ class TlsIdentity:
 
     @classmethod
     def load(cls, cert: str, key: str, ca: str = "", *, peer_name: str = "") -> Self:
-        """Read PEM files. Raises ConfigurationError if they are unreadable, expired, or do not belong together."""
+        """Read PEM files. Raises ConfigurationError if they are unreadable, expired, do not belong together, or
+        lack `peer_name`, which certificates of all peers contain.
+        """
         chain, secret, authority = read_pem(cert), read_pem(key), read_pem(ca) if ca else None
-        return cls(chain, secret, authority, host_in(cert, key, ca), peer_name)
+        return cls(chain, secret, authority, host_in(cert, key, ca, peer_name), peer_name)
 
     def for_itself(self) -> "TlsIdentity":
         """Return the identity of a client on the same machine that connects to a server with this certificate."""

@@ -315,7 +315,7 @@ async def _abort(context: grpc.aio.ServicerContext, method: str, error: BaseExce
         if not context.cancelled():
             await context.abort(grpc.StatusCode.CANCELLED, "the server is stopping")
         raise error
-    if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+    if not isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit):  # a panic in Rust is no Exception
         log.error("call failed", method=method, exc_info=error)
         await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
     raise error

@@ -10,6 +10,7 @@ import pytest
 from mesh.rpc.credentials import TlsIdentity
 
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+_OTHER_KEYS = {"ed25519": ("-newkey", "ed25519", "-nodes")}
 LOOPBACK = "IP:127.0.0.1,DNS:localhost"
 
 
@@ -69,12 +70,15 @@ class Authority:
         _openssl("req", "-x509", *_NEW_KEY, "-days", "2", "-subj", f"/CN={folder.name}", "-keyout", self._key,
                  "-addext", "keyUsage = critical, keyCertSign", "-out", self.cert)  # fmt: skip
 
-    def issue(self, name: str, *, names: str = LOOPBACK, days: int = 2, usage: str = "") -> Issued:
-        """A new certificate for `names`; with 0 `days` one that has expired. `usage` limits what it is for."""
+    def issue(self, name: str, *, names: str = LOOPBACK, days: int = 2, usage: str = "", algorithm: str = "") -> Issued:
+        """A new certificate for `names`; with 0 `days` one that has expired. `usage` limits what it is for.
+        `algorithm` is that of the key, an elliptic curve without one.
+        """
         cert, key, request = (self.folder / f"{name}.{kind}" for kind in ("pem", "key", "csr"))
         extensions = {"subjectAltName": names, "extendedKeyUsage": usage}
         extension = [word for kind, value in extensions.items() if value for word in ("-addext", f"{kind}={value}")]
-        _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", *extension, "-keyout", key, "-out", request)
+        new_key = _OTHER_KEYS.get(algorithm, _NEW_KEY)
+        _openssl("req", *new_key, "-subj", f"/CN={name}", *extension, "-keyout", key, "-out", request)
         _openssl("x509", "-req", "-in", request, "-CA", self.cert, "-CAkey", self._key, "-CAcreateserial",
                  "-days", days, "-copy_extensions", "copy", "-extfile", self._extensions, "-out", cert)  # fmt: skip
         return Issued(cert, key, self.cert)

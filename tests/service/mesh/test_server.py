@@ -27,14 +27,14 @@ def all_errors(base: type[MeshError] = MeshError) -> list[type[MeshError]]:
 
 
 class Failing(worker_pb2_grpc.WorkerServicer):
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
     async def GetWorker(self, request, context):
         raise self.error
 
 
-async def call(error: Exception) -> grpc.aio.AioRpcError:
+async def call(error: BaseException) -> grpc.aio.AioRpcError:
     server = Server(Listen("127.0.0.1", 0))
     worker_pb2_grpc.add_WorkerServicer_to_server(Failing(error), server.grpc)
     await server.start(["mesh.v1.Worker"])
@@ -90,8 +90,13 @@ async def test_overloaded_says_when_to_come_back() -> None:
     assert dict(raised.trailing_metadata())["retry-after-ms"] == "250"
 
 
-async def test_bug_is_internal_and_shows_nothing() -> None:
-    raised = await call(KeyError("secret detail"))
+class Panic(BaseException):
+    """As pyo3 raises for a panic in Rust, in a tokenizer for one."""
+
+
+@pytest.mark.parametrize("error", [KeyError("secret detail"), Panic("secret detail")])
+async def test_bug_is_internal_and_shows_nothing(error: BaseException) -> None:
+    raised = await call(error)
     assert raised.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in raised.details()
 

@@ -189,6 +189,36 @@ async def test_a_renewed_certificate_is_for_new_connections(
         assert (await asyncio.wait_for(reader.readline(), SOON_S)).startswith(b"HTTP/1.1 ")
 
 
+async def test_a_certificate_that_expires_is_reported_once(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public_tls, "_CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(public_tls, "_EXPIRY_TURNS", 1)
+    late, after = authority.issue("expired-in-use", days=0), authority.issue("after-expiry")
+    live = LivePair(tmp_path, late)
+    is_late = False
+
+    def load(cert: str, key: str) -> str:
+        if is_late:
+            public_tls.host_in(cert, key)
+        return Path(cert).read_text()
+
+    used = public_tls.Renewed((str(live.cert), str(live.key)), load)
+    following = asyncio.create_task(used.follow())
+    with capture_logs() as logs:
+        is_late = True
+        await until(lambda: bool(logs))
+        assert used.latest == late.cert.read_text()
+        live.replace(after.cert, after.key)
+        await until(lambda: used.latest == after.cert.read_text())
+    following.cancel()
+    assert [line["event"] for line in logs] == [
+        "clients refuse the certificate: replace its files",
+        "certificate read again, new connections use it",
+    ]
+    assert "certificate has expired" in logs[0]["error"]
+
+
 async def shown_by(gateway: RunningGateway, trust: ssl.SSLContext) -> str:
     """The common name in the certificate that a new connection sees."""
     async with secured(gateway, trust) as (_, writer):

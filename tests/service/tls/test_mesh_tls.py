@@ -218,6 +218,7 @@ def test_wrong_files_are_one_clear_line(authority: Authority, stranger: Authorit
     secret = authority.folder / "secret.key"
     subprocess.run([*command, "-out", str(secret)], check=True, capture_output=True)
     encrypted = encrypted | {"mesh_tls_key": str(secret)}
+    ed25519 = authority.issue("ed25519", algorithm="ed25519").settings
     garbage = authority.folder / "garbage.pem"
     garbage.write_text("no PEM")
     for wrong, message in (
@@ -230,7 +231,9 @@ def test_wrong_files_are_one_clear_line(authority: Authority, stranger: Authorit
         ({"mesh_tls_ca": alien["mesh_tls_ca"]}, "no valid certificate of .*another-ca"),
         (late, "certificate has expired"),
         (servers_only, "no valid certificate of .*unsuitable certificate purpose"),
-        (encrypted, "cannot be used together for TLS"),
+        (encrypted, r"secret\.key is encrypted: write it without a passphrase"),
+        (ed25519, "is an Ed25519 key, which gRPC cannot use"),
+        ({"mesh_tls_name": "elsewhere"}, "certificate is not valid for 'elsewhere'"),
         (nameless, "names no host: .*subjectAltName"),
     ):
         with pytest.raises(ConfigurationError, match=message) as raised:

@@ -99,6 +99,17 @@ def test_a_ca_file_that_is_written_in_place_keeps_what_is_shown(tmp_path: Path, 
     assert after in (channels.roots() or b"")
 
 
+def test_several_replacements_that_a_router_cannot_use_leave_it_trusted(tmp_path: Path, authority: Authority) -> None:
+    """As when certificates come without their keys: the router shows its first one all the time."""
+    shown, *others = (authority.issue(f"replaced-{number}").cert.read_bytes() for number in range(4))
+    file = tmp_path / "ca.pem"
+    file.write_bytes(shown)
+    channels = SecureChannels(tandem.Tls(file))
+    for content in others:
+        file.write_bytes(content)
+        assert shown in (channels.roots() or b"")
+
+
 def test_a_ca_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(tandem.InvalidRequest, match=r"cannot read .*nothing\.pem: No such file"):
         tandem.AsyncClient("localhost:1", tls=tandem.Tls(tmp_path / "nothing.pem"))

@@ -1,5 +1,6 @@
 """Which processes a mesh has, and with which flags."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,20 @@ def test_a_folder_that_was_deleted_meanwhile_is_named(tmp_path: Path, monkeypatc
     folder.rmdir()
     with pytest.raises(ConfigurationError, match="the current folder has been deleted"):
         _ = ModelSource("model").short_name
+
+
+def test_a_path_that_services_cannot_use_is_named(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ConfigurationError, match="loop cannot be followed: "):
+        _ = ModelSource(str(loop)).short_name
+    no_text = os.fsencode(tmp_path) + b"/model\xff"
+    try:
+        os.mkdir(no_text)
+    except OSError:
+        pytest.skip("this file system takes names in UTF-8 only")
+    with pytest.raises(ConfigurationError, match=r"model\\xff' is not UTF-8: rename it"):
+        _ = ModelSource(os.fsdecode(no_text)).short_name
 
 
 def test_switchable_workers_have_the_settings_of_both_roles(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from mesh.domain.errors import ConfigurationError
 
-
 _PRIVATE_KEY = re.compile(rb"-----BEGIN PRIVATE KEY-----(.+?)-----END", re.DOTALL)
 _UNUSABLE_KEYS = {b"\x06\x03+ep": "Ed25519", b"\x06\x03+eq": "Ed448", b"\x06\x09*\x86H\x86\xf7\r\x01\x01\n": "RSA-PSS"}
 """Object identifiers of kinds of keys that Python's OpenSSL takes and gRPC's BoringSSL refuses."""

@@ -9,6 +9,7 @@ import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -165,6 +166,8 @@ def execute(args: argparse.Namespace) -> int:
         if error.errno == errno.ENOSPC:
             _discard_stdout()
         reason = error.strerror or str(error)
+        if reason.startswith("No usable temporary directory"):  # of tempfile, which tries to write
+            reason += ": set TMPDIR to a folder that can be written and has room"
         return _fail(f"{error.filename}: {reason}" if error.filename else reason, 1)
     except Exception as error:
         from tandem import TandemError
@@ -184,5 +187,6 @@ def _discard_stdout() -> None:
 def _fail(message: str, status: int) -> int:
     from tandem_cli.terminal import strip_controls
 
-    sys.stderr.write(f"tandem: {strip_controls(' '.join(message.split()))}\n")
+    with suppress(OSError):  # its disk is full
+        sys.stderr.write(f"tandem: {strip_controls(' '.join(message.split()))}\n")
     return status

@@ -75,7 +75,11 @@ def run(args: argparse.Namespace) -> int:
     """Start the mesh and serve until a signal arrives. Returns the exit status."""
     if (parent := os.environ.get(PARENT_ENV)) is not None:
         end_with(int(parent), signal.SIGTERM)
-    display = Display(error_console())
+    with steady_output():
+        return _run(args, Display(error_console()))
+
+
+def _run(args: argparse.Namespace, display: Display) -> int:
     unknown = check_names(args.config, os.environ)
     written = None if args.serving_properties else find_written(models_of(args))
     path = str(written) if written is not None else args.serving_properties
@@ -134,24 +138,23 @@ def _serve(
     scaling: Scaling | None = None,
 ) -> int:
     names = tuple(model.name for model in deployment.models)
-    with steady_output():
-        try:
-            with (
-                _fork_server(deployment, display, programs, environ) as fork_server,
-                _log_folder(deployment.settings, display) as log_dir,
-                registered(RunningMesh.of_process(os.getpid(), names, log_dir), display.line) as add_addresses,
-            ):
+    try:
+        with (
+            _fork_server(deployment, display, programs, environ) as fork_server,
+            _log_folder(deployment.settings, display) as log_dir,
+            registered(RunningMesh.of_process(os.getpid(), names, log_dir), display.line) as add_addresses,
+        ):
 
-                def on_ready(address: str, http_url: str) -> None:
-                    add_addresses(address, http_url)
-                    _announce_ready(address, http_url)
+            def on_ready(address: str, http_url: str) -> None:
+                add_addresses(address, http_url)
+                _announce_ready(address, http_url)
 
-                local = LocalLauncher(programs, environ, log_dir, fork_server)
-                supervisor = Supervisor(deployment, launcher(local), display, trial, scaling)
-                run_async(supervisor.run(on_ready))
-        except MeshFailed as error:
-            sys.stderr.write(f"tandem: {error}\n")
-            return 1
+            local = LocalLauncher(programs, environ, log_dir, fork_server)
+            supervisor = Supervisor(deployment, launcher(local), display, trial, scaling)
+            run_async(supervisor.run(on_ready))
+    except MeshFailed as error:
+        sys.stderr.write(f"tandem: {error}\n")
+        return 1
     return 0
 
 

@@ -116,7 +116,8 @@ class Server:
                 return int(self.grpc.add_insecure_port(address))
             return int(self.grpc.add_secure_port(address, self._credentials))
         except RuntimeError as error:
-            raise ConfigurationError(f"cannot listen on {address}: choose another port") from error
+            cause = "choose another port" if self._credentials is None else "gRPC cannot use the certificate or its key"
+            raise ConfigurationError(f"cannot listen on {address}: {cause}") from error
 
     async def start(self, services: Sequence[str]) -> None:
         """Start serving. `services` lists the full service names for reflection. Health stays NOT_SERVING until

@@ -234,7 +234,8 @@ class Supervisor:
             self._num_kills[name] += 1
             is_final = self._num_kills[name] > _MAX_KILLS or self._deployment.settings.no_restart
             if -status not in _KILLS or is_final:
-                raise MeshFailed(f"{name} {exit_text}{end_of_log(child)}")
+                hint = "; the system does that when memory runs out" if status == -signal.SIGKILL else ""
+                raise MeshFailed(f"{name} {exit_text}{hint}{end_of_log(child)}")
             waiting_for.add(name)
             self._schedule_restart(self._replacement(child), exit_text)
             self._registries.pop(name, None)  # until the router listens again

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -186,6 +187,23 @@ def test_a_full_disk_is_a_sentence(command: tuple[str, ...]) -> None:
         arguments = [sys.executable, "-m", "tandem_cli", *command]
         ended = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (1, "tandem: No space left on device\n")
+
+
+def test_a_start_whose_messages_cannot_be_written_goes_on(tmp_path: Path) -> None:
+    """Here to its end, which a missing folder is; the first message is that nothing reads the variable."""
+    arguments = [sys.executable, "-m", "tandem_cli", "up", str(tmp_path / "missing")]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(arguments, stderr=full, env={**os.environ, "TANDEM_NOTHING_READS_THIS": "1"})
+    assert ended.returncode == 2
+
+
+def test_without_a_temporary_folder_a_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    assert main(["up", "--port", "0"]) == 1
+    assert "in ['/nowhere']: set TMPDIR to a folder that can be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])

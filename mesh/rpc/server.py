@@ -9,6 +9,7 @@ all methods are therefore streams: a call without a credential is refused unread
 """
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -185,7 +186,9 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             reason, address = (error.strerror or str(error)).lower(), join_host(host, port)
-            advice = "choose another port, or 0 for any that is free"
+            is_no_address = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            port_advice = "choose another port, or 0 for any that is free"
+            advice = "choose an address of this machine as the host" if is_no_address else port_advice
             raise ConfigurationError(f"cannot listen on {address}, {reason}: {advice}") from error
 
 

@@ -15,7 +15,7 @@ from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.probe import main as probe
 from mesh.rpc.request_reader import RequestReader
-from mesh.rpc.server import Listen, Server
+from mesh.rpc.server import Listen, Server, require_free
 from mesh.rpc.status import STATUS_BY_ERROR, error_from_rpc
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from tests.defects import Repaired
@@ -167,6 +167,12 @@ async def test_port_in_use_is_a_clear_error() -> None:
     with pytest.raises(ConfigurationError, match="in use"):
         Server(Listen("127.0.0.1", server.port))
     await server.stop(0)
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_of_this_machine_is_named(host: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{host}:\d+, .*: choose an address of this machine as the host"):
+        require_free(host, 50051)
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])

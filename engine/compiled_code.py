@@ -73,7 +73,9 @@ def code_counts() -> CodeCounts:
 def why_not_kept() -> str | None:
     """The reason why some code that this process has compiled is not on disk, or None if all is."""
     if (folder := code_folder()) is None:
-        return "there is no folder for machine code, and none can be made"
+        return (
+            "there is no folder for machine code, and none can be made: set NUMBA_CACHE_DIR to one that can be written"
+        )
     failures = (dispatcher._cache.failure for dispatcher in dispatchers if isinstance(dispatcher._cache, CodeCache))
     return next((f"machine code cannot be kept in {folder}: {failure}" for failure in failures if failure), None)
 

@@ -266,7 +266,10 @@ def test_a_user_without_a_home_has_no_folder(cache_base: Path, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     assert entry(double)(21) == 42
     assert not list(tmp_path.iterdir())
-    assert why_not_kept() == "there is no folder for machine code, and none can be made"
+    assert (
+        why_not_kept()
+        == "there is no folder for machine code, and none can be made: set NUMBA_CACHE_DIR to one that can be written"
+    )
 
 
 def test_processes_may_keep_code_for_different_types_at_once(cache_base: Path) -> None:

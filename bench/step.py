@@ -31,11 +31,9 @@ from rich.table import Table
 
 from bench.arithmetic import operations_per_s
 from bench.shapes import write_shape
-from engine.kernels.cpu.machine import PANEL
-from engine.kernels.cpu.products.nibbles import SCALES_BYTES
 from engine.kernels.cpu.threads.phases import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
 from engine.loading.resolve import resolve
-from engine.loading.stored_parameters import stored_in_int4
+from engine.loading.stored_parameters import rounds_to_steps, stored_in_int4
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.runner_settings import RunnerSettings
@@ -44,7 +42,7 @@ from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
 from tandem_cli.capacity.model_size import ModelSize, model_size
 from tandem_cli.capacity.ranks import precision_of
-from tandem_cli.capacity.roofline import Precision
+from tandem_cli.capacity.roofline import STEP_BYTES, Precision
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _PROMPT = 0
@@ -150,12 +148,15 @@ def main() -> None:
 
 def _subject(model_dir: Path, variant: Variant) -> Subject:
     if isinstance(variant.weights, str):
+        config = load_decoder_config(model_dir)
         precision = Precision(variant.weights, "float32", is_packed=not variant.is_eager)
-        return Subject(model_size(load_decoder_config(model_dir)), precision)
+        if variant.weights == "int4" and rounds_to_steps(parameter_specs(config), {}):
+            precision = replace(precision, group_bytes=STEP_BYTES)
+        return Subject(model_size(config), precision)
     config = load_decoder_config(variant.weights)
     precision = precision_of(*resolve(RunnerSettings(variant.weights, enforce_eager=variant.is_eager)))
     if precision.weights == "int4" and (stored := stored_in_int4(variant.weights, parameter_specs(config))):
-        precision = replace(precision, group=stored.group, group_bytes=SCALES_BYTES // PANEL)
+        precision = replace(precision, group=stored.group)
     return Subject(model_size(config), precision)
 
 

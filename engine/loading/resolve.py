@@ -266,13 +266,13 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
 def _arithmetic(settings: RunnerSettings, config: AnyConfig) -> str:
     """How products of linear layers differ from those in fp32: the encoding, "bf16" or "none". fp8 is exact."""
     if (quantize := _quantize(settings, config)) not in ("none", "fp8"):
-        return IN_STEPS if quantize == "int4" and _rounds_to_steps(settings, config) else quantize
+        return IN_STEPS if quantize == "int4" and is_in_steps(settings, config) else quantize
     has_bf16_products = _dtype(settings, config) == "bfloat16" and _is_compiled(settings, config) and knows_bf16()
     return "bf16" if has_bf16_products else "none"
 
 
-def _rounds_to_steps(settings: RunnerSettings, config: AnyConfig) -> bool:
-    """See rounds_to_steps. A partition has what it was made with."""
+def is_in_steps(settings: RunnerSettings, config: AnyConfig) -> bool:
+    """Whether int4 means steps of int8, see rounds_to_steps. A partition has what it was made with."""
     if isinstance(config, EncoderDecoderConfig):
         return False
     if (partition := read_partition(settings.model_dir)) is not None:

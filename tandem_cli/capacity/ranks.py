@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engine.loading.resolve import kv_layout, resolve, why_eager
+from engine.loading.resolve import is_in_steps, kv_layout, resolve, why_eager
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import OUTPUT
@@ -25,7 +25,7 @@ from engine.runner_settings import RunnerSettings
 from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, KVLayout, Span
-from tandem_cli.capacity.roofline import BLOCK_SIZE, QUANTIZED, Precision
+from tandem_cli.capacity.roofline import BLOCK_SIZE, QUANTIZED, STEP_BYTES, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,9 @@ def precision_of(settings: RunnerSettings, config: AnyConfig) -> Precision:
         return Precision(settings.dtype, settings.dtype, layout.dtype, is_packed=is_compiled, inputs=inputs)
     # The compiled decoder keeps an embedding of two bytes a number beside quantised matrices.
     embedding = config.dtype if is_compiled else ""
-    return Precision(settings.quantize, settings.dtype, layout.dtype, embedding, is_compiled, inputs=inputs)
+    precision = Precision(settings.quantize, settings.dtype, layout.dtype, embedding, is_compiled, inputs=inputs)
+    has_steps = settings.quantize == "int4" and is_in_steps(settings, config)
+    return replace(precision, group_bytes=STEP_BYTES) if has_steps else precision
 
 
 def precisions_here(settings: RunnerSettings) -> tuple[list[Precision], dict[str, str]]:

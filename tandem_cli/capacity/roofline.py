@@ -24,8 +24,10 @@ BLOCK_SIZE = 16  # tokens of a KV block: the default of workers
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes per weight of a linear layer, without scales."""
 _PACKED_OUTPUT = {"int4": "int8"}
-_GROUP, _GROUP_BYTES = 32, 2
-"""In int4 each group of weights has a step and a low end, of a byte each."""
+_GROUP, _GROUP_BYTES = 32, 3
+"""In int4 each group of weights has a scale and a zero; a quantised checkpoint may have other groups."""
+STEP_BYTES = 2
+"""Bytes of a group's step of int8 and low end."""
 QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8")
 """Types that only the weights of linear layers can have: those of this engine, and those of others."""
 _MAX_ITERATIONS = 50  # of a fixed-point iteration with shrinking steps

@@ -185,12 +185,14 @@ def text_stream(writer: LineWriter) -> TextIO:
     return io.TextIOWrapper(_Raw(writer), "utf-8", "backslashreplace", line_buffering=True)  # type: ignore[type-var]
 
 
+_STEADY: list[LineWriter] = []  # those of steady_output
+
+
 @contextlib.contextmanager
 def steady_output() -> Iterator[None]:
     """Within the block, printing to stdout and stderr neither blocks nor fails. At the end of the block, queued lines
-    are flushed for at most FLUSH_LIMIT_S.
+    are flushed for at most FLUSH_LIMIT_S; before `os._exit` call `flush_steady_output`.
     """
-    writers = []
     with contextlib.ExitStack() as stack:
         for stream, redirect in (
             (sys.stdout, contextlib.redirect_stdout),
@@ -198,14 +200,20 @@ def steady_output() -> Iterator[None]:
         ):
             stream.flush()
             try:
-                writers.append(LineWriter(stream.fileno()))
+                _STEADY.append(LineWriter(stream.fileno()))
             except io.UnsupportedOperation:  # the stream is in memory, as when a test captures the output
                 continue
-            stack.enter_context(redirect(text_stream(writers[-1])))
+            stack.enter_context(redirect(text_stream(_STEADY[-1])))
         try:
             yield
         finally:
-            flush_all(writers)
+            flush_steady_output()
+            _STEADY.clear()
+
+
+def flush_steady_output() -> None:
+    """Flush what was printed in a block of `steady_output`, within FLUSH_LIMIT_S."""
+    flush_all(_STEADY)
 
 
 def flush_all(writers: Iterable[LineWriter]) -> None:

@@ -88,15 +88,16 @@ def fitting_ranks(settings: RunnerSettings, devices: str = "cpu") -> int:
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
     """The KV layout of a runner with these settings. Reads the checkpoint's headers, not its weights."""
+    arithmetic = _arithmetic(settings, config)
     model_fingerprint = fingerprint(
         settings.model_dir,
         settings.load_format,
         settings.seed,
-        _arithmetic(settings, config),
+        arithmetic,
         settings.rope,
         rounded_to(settings, config),
     )
-    return _layout(config, settings, model_fingerprint, _kv_dtype(settings, config))
+    return _layout(config, settings, model_fingerprint, _kv_dtype(settings, config, arithmetic))
 
 
 def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str, dtype: str) -> KVLayout:
@@ -278,14 +279,13 @@ def is_in_steps(settings: RunnerSettings, config: AnyConfig) -> bool:
     if (partition := read_partition(settings.model_dir)) is not None:
         return stores_steps(partition.folder / partition.files[0].name)
     specs = parameter_specs(config)
-    modules = {} if settings.load_format == "dummy" else read_modules(settings.model_dir, specs)
-    return rounds_to_steps(specs, modules)
+    is_plain = settings.load_format == "dummy" or read_quantization(settings.model_dir) is None
+    return rounds_to_steps(specs, {} if is_plain else read_modules(settings.model_dir, specs))
 
 
-def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
+def _kv_dtype(settings: RunnerSettings, config: AnyConfig, arithmetic: str) -> str:
     if settings.kv_dtype != "auto":
         return settings.kv_dtype
-    arithmetic = _arithmetic(settings, config)
     if arithmetic == "bf16":
         return "float16"  # finer than bf16, and half of what fp32 takes
     if arithmetic == "none":

@@ -14,6 +14,7 @@ from functools import partial
 from checkpoint.source import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import is_loopback
+from mesh.line_writer import flush_steady_output
 from mesh.settings import as_flags
 from router.settings import RouterSettings
 from tandem_cli.local_mesh.deployment import Deployment
@@ -35,7 +36,7 @@ def limited_download(limit_s: float | None, display: Display) -> Iterator[Callab
         display.loaded()
         done = ", ".join(f"{fraction:.0%} of {name}" for name, fraction in fractions.items()) or "nothing"
         sys.stderr.write(f"tandem: {done} downloaded after {limit_s:g} s: raise model_loading_timeout, or try again\n")
-        sys.stderr.flush()
+        flush_steady_output()
         # An orderly exit is impossible: threads of the download are in the middle of a read.
         os._exit(1)
 

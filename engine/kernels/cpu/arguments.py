@@ -61,10 +61,10 @@ class Weights(NamedTuple):
 
     A row of `matrices` is: index of the first weight, index of the first column, elements of a row of `a`, columns to
     store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order), what its
-    numbers are (int4, see nibbles.py; else 0).
+    numbers are (int4, see FOUR_BITS; else 0).
     """
 
-    packed: Array  # flat, panels of 16 columns: a type of packing.DTYPES; int4 as in nibbles.py, fp8 as in tiles.py
+    packed: Array  # flat, panels of 16 columns: see packing.DTYPES, and for int4 nibbles.py and steps.py
     scales: Floats  # flat, one for each column
     offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
     biases: Floats  # flat, one for each column

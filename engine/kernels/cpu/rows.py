@@ -1,10 +1,10 @@
 """Loops over rows between matrix products: norm, quantisation, rotary positions and the write to the KV cache.
 
 A product reads a row of `a` and the row's factor, which is applied to the result. In fp32 the row is copied, in bf16
-rounded. For int8 weights it is `scale * (q - 128)` with q as unsigned bytes or, on CPUs without VNNI, `scale * q` with
-q as int16; for int4, signed bytes with a scale for each group. A norm's own factor is multiplied into the row's factor,
-so that the norm costs a single pass. A matrix may have its inputs in another order, in which the row's numbers are
-gathered first.
+rounded. For int8 weights, and int4 in steps of int8, it is `scale * (q - 128)` with q as unsigned bytes or, on CPUs
+without VNNI, `scale * q` with q as int16; for int4 with scales, signed bytes with a scale for each group. A norm's own
+factor is multiplied into the row's factor, so that the norm costs a single pass. A matrix may have its inputs in
+another order, in which the row's numbers are gathered first.
 """
 
 from typing import NamedTuple

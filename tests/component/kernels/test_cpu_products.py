@@ -400,3 +400,10 @@ def test_spilled_vectors_are_aligned() -> None:
     compiled = untyped.njit(**OPTIONS)(multiply)
     compiled.compile("void(intp, intp, intp, intp)")
     assert "andq\t$-64, %rsp" in next(iter(compiled.inspect_asm().values()))
+
+
+def test_a_rank_may_have_no_outputs_of_a_matrix() -> None:
+    packer = Packer([MatrixShape(0, 64)], torch.int64)
+    of_groups = torch.empty(0, 2)
+    packer.put_steps(0, torch.empty(0, 64).byte(), torch.empty(0), of_groups.byte(), of_groups.char(), None)
+    assert not packer.weights.packed.size

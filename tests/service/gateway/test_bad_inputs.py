@@ -208,7 +208,7 @@ async def test_a_function_needs_a_name() -> None:
 
 async def test_a_forced_call_beside_a_structure_is_the_fault_of_tool_choice() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f"}}]}
-    odd = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    odd = {"tool_choice": "required", "guided_json": {"type": "object"}}
     async with running_gateway() as gateway:
         response = await gateway.post("/v1/chat/completions", body | odd)
     assert response.status_code == 400

@@ -293,5 +293,6 @@ async def test_tokenize_as_vllm(gateway: RunningGateway, repaired: Repaired) -> 
     assert refused.json()["error"]["message"].startswith("tokens: token id 1000000 is not in the vocabulary")
     refused = await gateway.post("/detokenize", {"tokens": [5] * 5000})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
-    assert refused.json()["error"]["message"].startswith("the prompt has 5000 tokens")
+    words = "This model's maximum context length is exceeded: the prompt has 5000 tokens"
+    assert refused.json()["error"]["message"].startswith(words)
     repaired("D38", "401: no key is that long; all of the history; 400, naming tokens")

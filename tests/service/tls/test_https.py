@@ -203,7 +203,7 @@ async def test_a_certificate_that_expires_is_reported_once(
             public_tls.host_in(cert, key)
         return Path(cert).read_text()
 
-    used = public_tls.Renewed((str(live.cert), str(live.key)), load)
+    used = public_tls.CertificateReloader((str(live.cert), str(live.key)), load)
     following = asyncio.create_task(used.follow())
     with capture_logs() as logs:
         is_late = True

@@ -49,7 +49,7 @@ from engine.kernels.cpu.products.finish import ADD, GATE, STORE, ColumnData, Sum
 from engine.kernels.cpu.products.nibbles import BLOCK_HEAD_BYTES, bytes_per_input, panel_bytes
 from engine.kernels.cpu.products.operand_rows import put_values
 from engine.kernels.cpu.products.packing import operand_dtypes
-from engine.kernels.cpu.products.row_tiles import MOST_ROWS, multiply_rows
+from engine.kernels.cpu.products.row_tiles import multiply_rows
 from engine.kernels.cpu.products.steps import stepped_panel_bytes, unpack_unit
 from engine.kernels.cpu.products.tiles import TileProduct, form_bytes, widen_panels
 from engine.kernels.cpu.vectors import address, read_int64
@@ -58,8 +58,8 @@ _PREFETCH_MIN_TILES = 4
 _MAX_AHEAD_BYTES = 2**18
 """The largest unit that is fetched while the unit before it is multiplied: both stay in a core's own cache."""
 _AHEAD_IN_PANEL_BYTES = 2**12
-_WIDE_MIN_ROWS = 16
-"""Weights are not widened ahead for fewer rows: it would take longer than it saves."""
+_WIDE_MIN_ROWS, _UNPACKED_MIN_ROWS = 16, 17
+"""Weights are not widened or unpacked ahead for fewer rows: it would take longer than it saves."""
 _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 _FORM_BYTES = 2 * SLOT_BYTES
@@ -225,8 +225,8 @@ def _product_widened(rows: _Rows, columns: _Columns, mode: int, units: Range, el
 
 
 def _product_of_steps(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
-    """The weights of a unit are unpacked once for all rows, or in registers if there is one tile of rows."""
-    if rows.num_rows <= MOST_ROWS:
+    """The weights of a unit are unpacked once for all rows. In few rows each tile unpacks them in registers."""
+    if rows.num_rows < _UNPACKED_MIN_ROWS:
         _as_stored(rows, columns, mode, units, element)
         return
     for unit in range(units.first, units.end):

@@ -56,7 +56,7 @@ int4, int64 int4 in steps of int8. A model in fp8 may have bf16 and fp32 beside 
 """
 _INPUTS_IN_LANE = {torch.int8: GROUP, torch.bfloat16: PAIR}
 """Inputs that lie side by side in each of a panel's columns."""
-_ROWS_AT_ONCE = 1024
+_SUMMED_AT_ONCE = 2**20
 _INT8_DEPTH = 64
 """Inputs are padded to a multiple of it in int8: the bytes in a row of an AMX tile."""
 
@@ -174,6 +174,8 @@ class Packer:
         lows: int8, [outputs, num_groups].
         """
         shape, depth = self._shapes[index], int(self._weights.matrices[index, 2])
+        if not shape.columns:
+            return
         arrange, num_panels = _interleave if shape.gated else _pad_columns, shape.padded_columns // PANEL
         weight, scales, steps, lows = (
             arrange(values, shape.padded_columns) for values in (weight, scales, steps, lows)
@@ -182,8 +184,9 @@ class Packer:
         steps, lows = (_pad_inputs(values, depth // STEP_GROUP) for values in (steps, lows))
         columns = self._put_bias(index, bias)
         self._weights.scales[columns] = scales.numpy()
-        of_groups = weight.view(len(weight), -1, STEP_GROUP).sum(2, dtype=torch.int32) * steps + STEP_GROUP * lows.int()
-        self._weights.offsets[columns] = ZERO_POINT * of_groups.sum(1, dtype=torch.int32).numpy()
+        levels = _row_sums(weight.view(-1, STEP_GROUP)).view(steps.shape)  # of each group
+        sums = (levels * steps + STEP_GROUP * lows.int()).sum(1, dtype=torch.int32)
+        self._weights.offsets[columns] = ZERO_POINT * sums.numpy()
         target = self._target(index, _num_elements(shape, torch.int64)).view(torch.uint8).view(num_panels, -1)
         head_bytes = depth // STEP_GROUP * HEAD_BYTES
         heads = target[:, :head_bytes].view(num_panels, -1, 2, PANEL)
@@ -331,8 +334,9 @@ def _pad_inputs(weight: Tensor, depth: int) -> Tensor:
 
 
 def _row_sums(weight: Tensor) -> Tensor:
-    """int32 [outputs] of int8 [outputs, depth]. Some rows at a time, because torch widens before it adds."""
-    return torch.cat([rows.sum(1, dtype=torch.int32) for rows in torch.split(weight, _ROWS_AT_ONCE)])
+    """int32 [rows] of bytes [rows, depth]. Some rows at a time, because torch widens before it adds."""
+    at_once = max(1, _SUMMED_AT_ONCE // weight.shape[1])
+    return torch.cat([rows.sum(1, dtype=torch.int32) for rows in torch.split(weight, at_once)])
 
 
 def _pad_columns(values: Tensor, columns: int) -> Tensor:

@@ -36,11 +36,10 @@ from engine.kernels.cpu.products.steps import HEAD_BYTES, PASSES, Steps, read_st
 from engine.kernels.cpu.products.tiles import TilePart, add_passes, write_tile
 
 _PANELS = UNIT // PANEL
-MOST_ROWS = 12
-"""The most rows of a tile."""
+_MOST_ROWS = 12
 _FASTEST = {types.int8: (1, 10), types.int16: (1, 12), types.float32: (3, 12)}
 """On a CPU that outruns memory: the only tile of a unit has the second number of rows, from the first number on."""
-_MOST_IN_TURN = {types.int8: 2 * MOST_ROWS, types.int16: 3 * MOST_ROWS}
+_MOST_IN_TURN = {types.int8: 2 * _MOST_ROWS, types.int16: 3 * _MOST_ROWS}
 """The most rows of a unit whose first two tiles ask for a panel of the next one each: with both to ask for, the first
 tile waits for memory, which the second one leaves idle. int4 gained nothing, and fp32 took longer.
 """
@@ -60,7 +59,7 @@ def _sizes(element: NumbaType) -> tuple[int, ...]:
     (docs/performance-notes.md#products-and-memory).
     """
     if not knows_avx512():
-        return tuple(range(1, MOST_ROWS + 1))
+        return tuple(range(1, _MOST_ROWS + 1))
     if element in (types.uint8, types.int64) and knows_vnni():  # unpacking leaves no time for eight rows
         return (4, 8, 10, 12)
     return (8, 10, 12) if _has_instruction(element) else (1, 2, 4, 8, 10, 12)
@@ -178,11 +177,11 @@ def _ahead(builder: Builder, place: _Place, most_in_turn: int) -> tuple[Value, V
     both = builder.select(is_first, ahead, none)
     if not most_in_turn:
         return both, both
-    has_two = builder.icmp_signed(">", place.end, INT64(MOST_ROWS))
+    has_two = builder.icmp_signed(">", place.end, INT64(_MOST_ROWS))
     has_few = builder.icmp_signed("<=", place.end, INT64(most_in_turn))
     in_turn = reduce(builder.and_, (place.fetches_units(builder), has_two, has_few))
     # The first two tiles have more rows than one can have.
-    is_second = builder.and_(builder.not_(is_first), builder.icmp_signed("<=", place.first, INT64(MOST_ROWS)))
+    is_second = builder.and_(builder.not_(is_first), builder.icmp_signed("<=", place.first, INT64(_MOST_ROWS)))
     distances = []
     for of_first, of_second in ((ahead, builder.add(ahead, panel)), (builder.sub(ahead, panel), ahead)):
         of_others = builder.select(is_second, of_second, none)

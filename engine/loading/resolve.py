@@ -277,6 +277,7 @@ def is_in_steps(settings: RunnerSettings, config: AnyConfig) -> bool:
     if isinstance(config, EncoderDecoderConfig):
         return False
     if (partition := read_partition(settings.model_dir)) is not None:
+        partition.require_file(partition.files[0])
         return stores_steps(partition.folder / partition.files[0].name)
     specs = parameter_specs(config)
     is_plain = settings.load_format == "dummy" or read_quantization(settings.model_dir) is None

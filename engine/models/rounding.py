@@ -16,7 +16,6 @@ INT4_GROUP = 32
 _INT4_LEVELS = 15
 _ELEMENTS_AT_ONCE = 2**18  # a megabyte in fp32
 _TINY = 1e-20  # minimum scale, for rows of zeros
-_STEP_DTYPES = (torch.uint8, torch.int8)
 
 
 @contextmanager
@@ -66,7 +65,8 @@ def round_to_steps(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     group has the step that rounds less: the whole number below a fifteenth of its range, or that above.
     """
     rounded, scales = _empty_groups(weight, STEP_GROUP)
-    scales, steps, lows = scales[:, 0].contiguous(), *(torch.empty(scales.shape, dtype=dtype) for dtype in _STEP_DTYPES)
+    steps, lows = torch.empty(scales.shape, dtype=torch.uint8), torch.empty(scales.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight))
     for rows, groups in _some_groups(weight, STEP_GROUP):
         scales[rows] = groups.abs().amax((1, 2)).clamp_(min=_TINY).div_(INT8_LEVELS)
         groups = groups / scales[rows, None, None]

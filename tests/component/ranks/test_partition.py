@@ -95,17 +95,18 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.parametrize("quantize", ["none", "int4"])  # of int4 the header tells which kind it is
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
 def test_damaged_files_are_refused(
-    checkpoint: Callable[[str], Path], tmp_path: Path, damage: Callable[[Path], None]
+    checkpoint: Callable[[str], Path], tmp_path: Path, damage: Callable[[Path], None], quantize: str
 ) -> None:
     load_arm(checkpoint("llama"), "compiled")
-    out = partitioned(checkpoint("llama"), tmp_path / "out")
+    out = partitioned(checkpoint("llama"), tmp_path / "out", quantize=quantize)
     (file,) = out.glob("rank-*")
     file.chmod(0o600)
     damage(file)
-    assert "missing, truncated or changed" in refusal(out)
-    assert file.name in refusal(out)
+    assert "missing, truncated or changed" in refusal(out, quantize=quantize)
+    assert file.name in refusal(out, quantize=quantize)
 
 
 def test_other_settings_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -21,19 +21,31 @@ _TEKKEN_WORDS = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
+_QWEN2_NAMES = (
+    "qwen2",
+    "deepseek-r1-qwen",
+    "kormo",
+    "f2llmv2",
+    "megrez",
+    "stablelm2",
+    "hunyuan",
+    "solar-open",
+    "grok-2",
+)
+_SINGLE_DIGITS = (*("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),)
 _WORDS = {
-    "gpt-2": GPT2_WORDS,
-    "phi-2": GPT2_WORDS,
-    "smollm": GPT2_WORDS,
-    "llama-bpe": LLAMA3_WORDS,
-    "llama3": LLAMA3_WORDS,
-    "llama-v3": LLAMA3_WORDS,
-    "qwen2": QWEN2_WORDS,
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "gigachat", "a.x-4.0"), GPT2_WORDS),
+    **dict.fromkeys(("mellum", "trillion", "granite-docling", *_SINGLE_DIGITS), GPT2_WORDS),
+    **dict.fromkeys((*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3_WORDS),
+    **dict.fromkeys(_QWEN2_NAMES, QWEN2_WORDS),
     "tekken": _TEKKEN_WORDS,
 }
-"""How `tokenizer.ggml.pre` cuts a text into words."""
-_SINGLE_DIGITS = frozenset({"smollm"})
-_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+"""How `tokenizer.ggml.pre` cuts a text into words. Names with one pattern are those that llama.cpp gives one, but for
+encoders' names."""
+_NORMALIZED = ("qwen2", "deepseek-r1-qwen")
+"""Those of Qwen's own vocabulary, before which texts are normalised to NFC."""
+_WHOLE_WORDS_FIRST = frozenset({*_LLAMA3_NAMES, "tekken"})
 _BEGIN_TEXTS = _WHOLE_WORDS_FIRST
 """Those that put a first token before a text if the file does not say, as most files of Llama 3 do not."""
 _ENDS = frozenset(
@@ -117,7 +129,7 @@ def _byte_level(file: GgufFile) -> Tokenizer:
     vocab = {token: id_ for id_, token in enumerate(file.require("tokenizer.ggml.tokens"))}
     merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", ())]
     tokenizer = byte_level_tokenizer(BPE(vocab, merges, ignore_merges=words in _WHOLE_WORDS_FIRST), _WORDS[words])
-    if words == "qwen2":
+    if words in _NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     if words in _SINGLE_DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from checkpoint.model_facts import read_model_facts
 from decode_worker.settings import DecodeSettings
 from engine.loading.load_runner import draft_block_bytes, load_model_runner
 from engine.model_runner import ModelRunner
+from engine.models.encoder_decoder.step import PositionBias
 from engine.models.read_config import load_config, load_decoder_config
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
@@ -24,6 +26,7 @@ from tests.component.arms import ARMS, settings
 from tests.component.driving import Driver, Run
 from tests.component.encoder_decoders import FORMS, START_TOKEN_ID, EncoderDecoderReference, build_encoder_decoder
 from tests.component.sampling.test_speculation import answer, ids
+from tests.component.test_load import edit_config
 from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
@@ -191,6 +194,37 @@ def test_what_is_refused(encoder_decoder: Checkpoint) -> None:
     driver = Driver(runner_of(model_dir))
     with pytest.raises(ValueError, match="in one step"):
         driver.step((add(driver, "r", PROMPTS[3]), 10))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets must be an integer from 4 on, got 3"),
+        ({"relative_attention_num_buckets": 1}, "relative_attention_num_buckets must be an integer from 4 on, got 1"),
+        (
+            {"relative_attention_num_buckets": 9, "relative_attention_max_distance": 4},
+            "relative_attention_max_distance must be an integer from 5 on, got 4",
+        ),
+    ],
+)
+def test_distances_that_have_no_scale(
+    encoder_decoder: Checkpoint, tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    model_dir = shutil.copytree(encoder_decoder("t5"), tmp_path / "model")
+    edit_config(model_dir, **changes)
+    with pytest.raises(ConfigurationError, match=message):
+        load_config(model_dir)
+
+
+@pytest.mark.parametrize("both_directions", [True, False])
+@pytest.mark.parametrize("num_buckets", [4, 5, 7, 9, 32, 33])
+def test_any_number_of_buckets_is_that_of_transformers(num_buckets: int, both_directions: bool) -> None:
+    distances, longest = torch.arange(-40, 41), num_buckets // 2 + 1
+    for max_distance in (longest, longest + 1, 128):
+        bias = PositionBias(torch.arange(num_buckets).float()[:, None], max_distance, both_directions=both_directions)
+        ours = bias(torch.tensor([0]), distances)[0, 0].long()
+        theirs = T5Attention._relative_position_bucket(distances, both_directions, num_buckets, max_distance)
+        assert ours.tolist() == theirs.tolist(), max_distance
 
 
 @pytest.mark.parametrize("form", ["t5", "t5-1.1"])

@@ -86,6 +86,9 @@ def parse_encoder_decoder(raw: RawConfig, architecture: str) -> EncoderDecoderCo
     num_encoder_layers = integer(raw, "num_layers")
     num_layers = integer(raw, "num_decoder_layers", default=num_encoder_layers)
     require_few_layers(max(num_encoder_layers, num_layers))
+    # With fewer buckets the encoder has none for a single distance; with shorter distances none is on the logarithmic
+    # scale. transformers divides by 0 then.
+    num_buckets = integer(raw, "relative_attention_num_buckets", default=32, least=4)
     return EncoderDecoderConfig(
         architecture=architecture,
         vocab_size=integer(raw, "vocab_size"),
@@ -95,8 +98,8 @@ def parse_encoder_decoder(raw: RawConfig, architecture: str) -> EncoderDecoderCo
         num_layers=num_layers,
         num_heads=integer(raw, "num_heads"),
         head_dim=integer(raw, "d_kv"),
-        num_buckets=integer(raw, "relative_attention_num_buckets", default=32),
-        max_distance=integer(raw, "relative_attention_max_distance", default=128),
+        num_buckets=num_buckets,
+        max_distance=integer(raw, "relative_attention_max_distance", default=128, least=num_buckets // 2 + 1),
         norm_eps=number(raw, "layer_norm_epsilon", default=1e-6),
         activation=activation,
         gated=gated,

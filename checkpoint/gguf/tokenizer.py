@@ -23,17 +23,9 @@ _TEKKEN_WORDS = (
 )
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
 _QWEN2_NAMES = (
-    "qwen2",
-    "deepseek-r1-qwen",
-    "kormo",
-    "f2llmv2",
-    "megrez",
-    "stablelm2",
-    "hunyuan",
-    "solar-open",
-    "grok-2",
+    *("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"),
 )
-_SINGLE_DIGITS = (*("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"),)
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
 _WORDS = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "gigachat", "a.x-4.0"), GPT2_WORDS),
     **dict.fromkeys(("mellum", "trillion", "granite-docling", *_SINGLE_DIGITS), GPT2_WORDS),

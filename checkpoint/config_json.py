@@ -26,6 +26,16 @@ POSITION_KEYS = (
 MOST_POSITIONS = 2**31 - 1
 """Files say 10^30 for no limit. What workers tell of themselves has 32 bits."""
 VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
+_ACTIVATION_KEYS = (
+    *("hidden_act", "hidden_activation", "activation_function", "activation", "mamba_hidden_act", "mlp_hidden_act"),
+)
+_OTHER_ACTIVATIONS: Mapping[str, str] = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+}
+"""Names that transformers has for a function beside its usual one."""
 _TIED, _DTYPE = "tie_word_embeddings", ("dtype", "torch_dtype")
 # Members of multimodal models that stand outside of their text_config.
 _AROUND_TEXT = ("eos_token_id", "quantization_config", "compression_config", "is_encoder_decoder")
@@ -75,6 +85,17 @@ def require_searchable(folder: Path) -> None:
 def first_of(raw: RawConfig, keys: tuple[str, ...], default: Any = None) -> Any:
     """The value of the first of these keys that is present and not null."""
     return next((raw[key] for key in keys if raw.get(key) is not None), default)
+
+
+def usual_activation(name: str) -> str:
+    """The usual name of an activation that transformers knows by several."""
+    return _OTHER_ACTIVATIONS.get(name, name)
+
+
+def with_usual_activations(raw: RawConfig) -> RawConfig:
+    """The config.json with the usual names of its activations."""
+    named = {key: raw[key] for key in _ACTIVATION_KEYS if isinstance(raw.get(key), str)}
+    return {**raw, **{key: usual_activation(name) for key, name in named.items()}}
 
 
 def integer(raw: RawConfig, *keys: str, default: int | None = None, least: int = 1) -> int:

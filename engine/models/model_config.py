@@ -357,7 +357,7 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         norm_eps=number(raw, *_NORM_EPS, default=1e-6),
-        activation=_activation(raw),
+        activation=str(first_of(raw, _ACTIVATION, "silu")),
         rope=rope,
         windows=(None,) * num_layers,
         tied=flag(raw, "tie_word_embeddings", default=False),
@@ -386,11 +386,6 @@ def _inner_size(raw: RawConfig, hidden_size: int) -> int:
     if isinstance(raw.get("intermediate_size"), list):
         return max(integers(raw, "intermediate_size"), default=0)
     return integer(raw, *_INNER_SIZE, default=4 * hidden_size)
-
-
-def _activation(raw: RawConfig) -> str:
-    name = str(first_of(raw, _ACTIVATION, "silu"))
-    return "silu" if name == "swish" else name
 
 
 def weights_dtype(raw: RawConfig) -> str:

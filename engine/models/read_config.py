@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from checkpoint.config_json import RawConfig, read_config, texts
+from checkpoint.config_json import RawConfig, read_config, texts, with_usual_activations
 from checkpoint.multimodal import WRAPPERS
 from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
@@ -220,6 +220,7 @@ def _parse(raw: RawConfig, rope: RopeOverride) -> AnyConfig:
             _require_rotary(rope, architecture, has_rotary=False)
             return parse_encoder_decoder(raw, architecture)
     name, family = _family_of(raw)
+    raw = with_usual_activations(raw)
     raw = {**raw, **{key: value for key, value in family.unsaid.items() if raw.get(key) is None}}
     config = family.facts(plain_config(raw, name), raw)
     if config.mixed is None and isinstance(raw.get("intermediate_size"), list):

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.activations import ACT2CLS, ACT2FN
 
 from engine.loading.resolve import facts_of
 from engine.loading.weights import WeightsTarget, load_weights
+from engine.models.activations import ACTIVATIONS, CLAMPED_SWIGLU
+from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
@@ -137,8 +140,49 @@ def test_attn_factor_multiplies_what_is_inferred(read: Any, more: dict[str, floa
     assert ("attn_factor=0.5" in facts_of(config)) == ("attn_factor" in more)
 
 
-def test_swish_is_silu(read: Any) -> None:
-    assert read("LlamaForCausalLM", **SIZES, hidden_act="swish").activation == "silu"
+@pytest.mark.parametrize(
+    ("architecture", "facts"),
+    [
+        ("LlamaForCausalLM", {"hidden_act": "swish"}),
+        ("PhiForCausalLM", {"hidden_act": "swish"}),
+        ("GPTNeoXForCausalLM", {"hidden_act": "swish"}),
+        ("ArceeForCausalLM", {"hidden_act": "swish"}),
+        ("ApertusForCausalLM", {"hidden_act": "swish"}),
+        ("GPT2LMHeadModel", {"activation_function": "swish"}),
+        ("OPTForCausalLM", {"activation_function": "swish", "ffn_dim": 128}),
+        ("FalconForCausalLM", {"activation": "swish"}),
+        ("Gemma2ForCausalLM", {"hidden_activation": "swish"}),
+        (
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "M*-M", "mamba_hidden_act": "swish", "mlp_hidden_act": "swish"},
+        ),
+    ],
+)
+def test_swish_is_silu(read: Any, architecture: str, facts: dict[str, Any]) -> None:
+    assert read(architecture, **SIZES, **facts).activation == "silu"
+
+
+@pytest.mark.parametrize("name", sorted({*ACT2CLS} - {"prelu", "xielu"}))  # those have parameters
+def test_activations_have_the_names_of_transformers(read: Any, name: str) -> None:
+    """Every name of a function that is computed here, under any name, is taken, and computes that function."""
+    x = torch.linspace(-20, 20, 193)
+    wanted = ACT2FN[name](x)
+    ours = {key: activation(x) for key, activation in ACTIVATIONS.items() if key != CLAMPED_SWIGLU}
+    known = {key for key, result in ours.items() if torch.allclose(result, wanted, 0, 1e-5)}
+    if not known:
+        with pytest.raises(ConfigurationError, match=f"activation '{name}' is not supported"):
+            read("LlamaForCausalLM", **SIZES, hidden_act=name)
+    else:
+        assert read("LlamaForCausalLM", **SIZES, hidden_act=name).activation in known
+
+
+def test_swish_is_silu_in_t5(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 100, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    facts = {"architectures": ["T5ForConditionalGeneration"], "feed_forward_proj": "gated-swish"}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | facts))
+    config = load_config(tmp_path)
+    assert isinstance(config, EncoderDecoderConfig)
+    assert (config.activation, config.gated) == ("silu", True)
 
 
 def test_ministral_says_which_layers_have_a_window(read: Any) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from checkpoint.config_json import RawConfig, flag, integer, number
+from checkpoint.config_json import RawConfig, flag, integer, number, usual_activation
 from engine.models.model_config import ModelConfig, require_few_layers, weights_dtype
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Span
@@ -15,8 +15,8 @@ ARCHITECTURES = {
 
 # Positions are relative, so only memory and time limit a sequence. This is the default limit.
 _DEFAULT_MODEL_LEN = 2048
-_ACTIVATIONS = {"relu": "relu", "gelu": "gelu_new", "gelu_new": "gelu_new", "silu": "silu"}
-"""Activations by the last word of `feed_forward_proj`. A gated gelu is the tanh approximation."""
+_ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "relu2")
+"""Activations that may be the last word of `feed_forward_proj`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +109,14 @@ def parse_encoder_decoder(raw: RawConfig, architecture: str) -> EncoderDecoderCo
 
 
 def _feed_forward(raw: RawConfig, architecture: str) -> tuple[str, bool]:
-    """The activation, and whether the MLP is gated."""
+    """The activation, and whether the MLP is gated. A gated gelu is the tanh approximation."""
     default = "gated-gelu" if architecture.startswith("MT5") else "relu"
     words = str(raw.get("feed_forward_proj", default)).split("-")
     gated = words[0] == "gated"
-    if len(words) != 1 + gated or words[-1] not in _ACTIVATIONS:
+    activation = usual_activation(words[-1])
+    if len(words) != 1 + gated or activation not in _ACTIVATIONS:
         raise ConfigurationError(f"config.json: feed_forward_proj {'-'.join(words)!r} is not supported")
-    if words == ["gelu"]:
-        return "gelu", False
-    return _ACTIVATIONS[words[-1]], gated
+    return "gelu_new" if words == ["gated", "gelu"] else activation, gated
 
 
 def _logit_scale(raw: RawConfig, architecture: str) -> float:

@@ -30,19 +30,22 @@ from mesh.interrupts import accept_signal
 from mesh.settings import suggestion
 from tandem_cli.local_mesh.service_log import read_log_line
 from tandem_cli.parser import Command, CommandParser, not_negative, whole
-from tandem_cli.terminal import FittingTable, wide_console
+from tandem_cli.terminal import FittingTable, print_json, wide_console
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 _STOP_POLL_S = 0.1
 _LOG_POLL_S = 0.3
 
 
-def _add_no_arguments(parser: CommandParser) -> None:
-    """`tandem ps` has no arguments."""
+def _add_ps_arguments(parser: CommandParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 def _list(args: argparse.Namespace) -> int:
     meshes = running_meshes()
+    if args.json:
+        print_json({"meshes": [asdict(mesh) for mesh in meshes]})
+        return 0
     if not meshes:
         sys.stderr.write("no mesh runs here; start one with: tandem up\n")
         return 0
@@ -312,7 +315,7 @@ def _process_start(pid: int) -> str | None:
 
 
 COMMANDS = {
-    "ps": Command(_add_no_arguments, _list),
+    "ps": Command(_add_ps_arguments, _list),
     "stop": Command(_add_stop_arguments, _stop),
     "logs": Command(_add_logs_arguments, _show_logs),
 }

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import asdict
 
 from rich.table import Table
 from rich.text import Text
@@ -10,15 +11,23 @@ import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.parser import Command, CommandParser
-from tandem_cli.terminal import FittingTable, strip_controls, wide_console
+from tandem_cli.terminal import FittingTable, print_json, strip_controls, wide_console
 
 _TIMEOUT_S = 10.0
 _NOT_IN_NAMES = frozenset("=:,;")
 
 
+def _add_models_arguments(parser: CommandParser) -> None:
+    add_connection_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+
+
 def _list_models(args: argparse.Namespace) -> int:
     with open_client(args) as client:
         models = client.models(timeout=_TIMEOUT_S)
+    if args.json:
+        print_json({"models": [asdict(model) for model in models]})
+        return 0
     table = Table("model", "ready", "input tokens", "total tokens", "vocabulary", "chat", box=None, pad_edge=False)
     has_adapters = any(model.adapters for model in models)
     if has_adapters:
@@ -103,6 +112,6 @@ def _share(text: str) -> tuple[str, float]:
 
 
 COMMANDS = {
-    "models": Command(add_connection_arguments, _list_models),
+    "models": Command(_add_models_arguments, _list_models),
     "traffic": Command(_add_traffic_arguments, _share_out),
 }

@@ -4,6 +4,7 @@ Colours go from red (low probability) to green (high probability). All have medi
 on black and on white.
 """
 
+import json
 import math
 import re
 import sys
@@ -72,6 +73,12 @@ def strip_controls(text: str) -> str:
 def escape_json_controls(text: str) -> str:
     """JSON text with the control characters U+007F to U+009F escaped, which json.dumps does not do."""
     return _UNESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def print_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    sys.stdout.write(escape_json_controls(json.dumps(value, ensure_ascii=False)) + "\n")
+    sys.stdout.flush()
 
 
 def _is_control(char: str) -> bool:

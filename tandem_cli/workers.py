@@ -1,7 +1,6 @@
 """`tandem workers`, `drain`, `undrain` and `switch`: shows the workers of a mesh, and changes what they do."""
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from mesh.interrupts import accept_signal
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.models import traffic_table
 from tandem_cli.parser import Command, CommandParser
-from tandem_cli.terminal import FittingTable, escape_json_controls, optional_cell, strip_controls, wide_console
+from tandem_cli.terminal import FittingTable, optional_cell, print_json, strip_controls, wide_console
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
 _TIMEOUT_S = 10.0
@@ -160,8 +159,7 @@ def _show_json(snapshots: Iterator[TimedMesh]) -> None:
         if snapshot.error:
             sys.stderr.write(f"tandem: {strip_controls(snapshot.error)}\n")
             continue
-        sys.stdout.write(escape_json_controls(json.dumps(asdict(snapshot.mesh), ensure_ascii=False)) + "\n")
-        sys.stdout.flush()
+        print_json(asdict(snapshot.mesh))
 
 
 def _show_tables(snapshots: Iterator[TimedMesh]) -> None:

@@ -103,6 +103,15 @@ def test_models_shows_the_adapters_that_requests_may_name(run: Run, threaded_rou
     assert other.endswith("french, legal")
 
 
+def test_models_for_programs(run: Run, threaded_router: FakeRouter) -> None:
+    threaded_router.script.more_models = (generation_pb2.Model(name="other", adapters=["french"]),)
+    status, out, err = run("models", "--json")
+    assert (status, err) == (0, "")
+    models = json.loads(out)["models"]
+    assert [(model["name"], model["adapters"]) for model in models] == [("fake", []), ("other", ["french"])]
+    assert {"ready", "max_input_tokens", "max_total_tokens", "vocab_size", "sampling_defaults"} <= models[0].keys()
+
+
 def test_workers_for_machines(run: Run, threaded_router: FakeRouter) -> None:
     threaded_router.mesh.traffic = {"chat": {"v1": 3, "v2": 1}}
     threaded_router.mesh.routed = {"chat": {"v1": 2}}

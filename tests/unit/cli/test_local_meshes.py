@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,16 @@ def test_a_mesh_is_listed_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFi
     assert files(tmp_path) == []
     assert main(["ps"]) == 0
     assert capsys.readouterr() == ("", "no mesh runs here; start one with: tandem up\n")
+
+
+def test_meshes_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ps", "--json"]) == 0
+    assert capsys.readouterr() == ('{"meshes": []}\n', "")
+    mesh = register(os.getpid(), tmp_path, model="kl\u00e9in\x85")
+    assert main(["ps", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"meshes": [asdict(mesh) | {"models": [*mesh.models]}]}
+    assert ("kl\u00e9in\\u0085" in out, err) == (True, "")
 
 
 def test_only_this_user_can_read_the_files(tmp_path: Path) -> None:

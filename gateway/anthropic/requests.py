@@ -76,7 +76,7 @@ class Turn(Body):
 class Thinking(Body):
     """Whether the model reasons before it answers. Budgets have no effect."""
 
-    type: Name
+    type: Literal["enabled", "adaptive", "disabled"]
 
 
 class OutputFormat(Body):
@@ -101,6 +101,7 @@ class PromptBody(Body):
     tools: Few[Tool] | None = None
     tool_choice: ToolChoice | None = None
     mcp_servers: AnyJson = None  # whose tools Anthropic's server would call
+    container: AnyJson = None  # in which Anthropic's server would run code, with its skills
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -144,6 +145,8 @@ def chat_of(body: PromptBody) -> Json:
     }
     if body.mcp_servers and chat["tools"] is None:
         raise InvalidField("mcp_servers is not supported: only tools of your own are", field="mcp_servers")
+    if body.container:
+        raise InvalidField("container is not supported: the server runs no code", field="container")
     if isinstance(body, MessagesBody):
         stop = body.stop_sequences or None
         chat |= {"max_tokens": body.max_tokens, "stop": stop, "include_stop_str_in_output": stop and True}

@@ -11,7 +11,7 @@ import contextlib
 import sys
 
 from mesh.interrupts import run_async, run_program
-from mesh.process import raise_open_files
+from mesh.process_limits import raise_open_files
 from mesh.tasks import cancel_all
 
 _DRIP_S = 1.0

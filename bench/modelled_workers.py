@@ -33,7 +33,7 @@ from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole
 from mesh.interrupts import run_async, run_program
 from mesh.logs import configure_logging
-from mesh.process import raise_open_files
+from mesh.process_limits import raise_open_files
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc

@@ -16,7 +16,7 @@ import grpc
 from bench.modelled_workers import MAX_MODEL_LEN, MODEL_NAME
 from bench.reporting import report_until_end
 from mesh.interrupts import run_program
-from mesh.process import raise_open_files
+from mesh.process_limits import raise_open_files
 from tandem.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
 
 _NUM_PROMPT_TOKENS = 32

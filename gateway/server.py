@@ -22,7 +22,8 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import join_host
 from mesh.logs import LogLimit
-from mesh.process import raise_open_files, run_for_life
+from mesh.process import run_for_life
+from mesh.process_limits import raise_open_files
 from mesh.tasks import cancel_all
 
 log = structlog.get_logger(__name__)

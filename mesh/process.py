@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import json
 import os
-import resource
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
@@ -26,6 +25,7 @@ from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.host import parse_cores
 from mesh.interrupts import end_at_ctrl_c, stopping_signals
 from mesh.logs import LEVELS, configure_logging, flush_outputs
+from mesh.process_limits import lack_of_memory, raise_open_files
 from mesh.settings import load_settings, setting
 from mesh.tracing import configure_tracing
 
@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-_MAX_OPEN_FILES = 1 << 20
 _SECRETS_FD = "TANDEM_SECRETS_FD"
 PARENT_ENV = "TANDEM_UP_PARENT"
 """Tells `tandem up` the process id of the command that has started it and that it must not outlive."""
@@ -125,6 +124,9 @@ class ServiceProgram(Generic[S]):
             sys.stderr.write(f"{self.name}: {error}\n")
             return 1
         except Exception as error:
+            if (reason := lack_of_memory(error)) is not None:
+                sys.stderr.write(f"{self.name}: {reason}\n")
+                return 1
             log.critical("unexpected error, exiting", exc_info=error)
             return 1
         return 0
@@ -138,18 +140,6 @@ class ServiceProgram(Generic[S]):
         finally:
             end_at_ctrl_c()
             send_last_spans()
-
-
-def raise_open_files() -> int:
-    """Raise the limit on open files as far as the system allows, and return it. Every connection takes one file, and
-    the usual soft limit of 1,024 is too low.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    if soft == resource.RLIM_INFINITY or soft >= limit:
-        return soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return limit
 
 
 def keep_freed_memory() -> None:

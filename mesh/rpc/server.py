@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
 from mesh.domain.host import join_host
+from mesh.process_limits import require_room_for_threads
 from mesh.public_tls import CertificateReloader
 from mesh.rpc import health
 from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
@@ -88,6 +89,7 @@ class Server:
 
     def __init__(self, listen: Listen, health: Health | None = None) -> None:
         require_listenable(listen)
+        require_room_for_threads()
         limit = (
             ()
             if listen.public

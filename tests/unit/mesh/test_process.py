@@ -46,6 +46,34 @@ def test_an_unforeseen_error_is_a_log_line_and_status_1() -> None:
     assert (last["level"], last["exception"][0]["exc_type"]) == ("critical", "LookupError")
 
 
+LITTLE = """
+import resource, sys
+from mesh.process import ProcessSettings, ServiceProgram
+from mesh.rpc.server import Listen, Server
+
+async def serve(settings):
+    pages = int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (100 << 20), resource.RLIM_INFINITY))
+    if sys.argv[1] == "server":
+        Server(Listen("127.0.0.1", 0, allow_anonymous=True))
+    bytearray(1 << 30)
+
+sys.exit(ServiceProgram("test", ProcessSettings, serve).main([]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the address space")
+@pytest.mark.parametrize(
+    ("what", "status", "words"), [("server", 2, "no room for the stacks of 32 threads"), ("bytes", 1, "out of memory")]
+)
+def test_too_little_address_space_is_said_once_with_what_to_do(what: str, status: int, words: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LITTLE, what], capture_output=True, text=True, timeout=60)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert (done.returncode, len(lines)) == (status, 1), done.stderr
+    assert lines[0].startswith(f"test: {words}: ulimit -v allows this process ")
+    assert lines[0].endswith("start it after ulimit -v unlimited")
+
+
 LEVEL_WHEN_GRPC_IS_IMPORTED = """
 import importlib, os, sys
 

@@ -25,7 +25,7 @@ from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.host import parse_cores
 from mesh.interrupts import end_at_ctrl_c, stopping_signals
 from mesh.logs import LEVELS, configure_logging, flush_outputs
-from mesh.process_limits import lack_of_memory, raise_open_files
+from mesh.process_limits import lack_of_memory, raise_open_files, watch_open_files
 from mesh.settings import load_settings, setting
 from mesh.tracing import configure_tracing
 
@@ -170,7 +170,7 @@ def tell_parent(event: str, **fields: Any) -> None:
 
 async def until_stopped(settings: ProcessSettings) -> None:
     """Return on SIGTERM, SIGINT or SIGHUP, or when stdin closes if `follow_stdin` is set. Until then a stuck event loop
-    ends the process (`ending_if_stuck`).
+    ends the process (`ending_if_stuck`), and a lack of open files is logged.
 
     Objects that exist by now live as long as the service. Later garbage collections do not scan them: those of a worker
     take 160 ms, in which no thread of it runs Python.
@@ -183,8 +183,12 @@ async def until_stopped(settings: ProcessSettings) -> None:
         loop.add_signal_handler(number, stop.set)
     if settings.follow_stdin:
         loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 4096) else stop.set())
-    async with ending_if_stuck(settings.stuck_exit_s):
-        await stop.wait()
+    watch = run_for_life(watch_open_files())
+    try:
+        async with ending_if_stuck(settings.stuck_exit_s):
+            await stop.wait()
+    finally:
+        watch.cancel()
     if settings.follow_stdin:
         loop.remove_reader(sys.stdin.fileno())
 

@@ -1,12 +1,21 @@
 """Limits that the system sets for a process: on its open files (`ulimit -n`) and on its address space (`ulimit -v`)."""
 
+import asyncio
 import errno
 import mmap
+import os
 import resource
 
+import structlog
+
 from mesh.domain.errors import ConfigurationError
+from mesh.logs import LogLimit
+
+log = structlog.get_logger(__name__)
 
 _MAX_OPEN_FILES = 1 << 20
+_FILES_CHECK_S = 1.0
+_LINES_PER_S = 1 / 60
 _NUM_THREADS = 32
 """Threads that a service's libraries start beside those of its engine."""
 _USUAL_STACK_BYTES = 8 << 20
@@ -23,6 +32,25 @@ def raise_open_files() -> int:
         return soft
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
+
+
+async def watch_open_files() -> None:
+    """Log, until cancelled, when no further file can be opened: gRPC tells nobody that it accepts no connections then,
+    and clients wait.
+    """
+    limit = LogLimit(burst=1, lines_per_s=_LINES_PER_S)
+    while True:
+        await asyncio.sleep(_FILES_CHECK_S)
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and limit.admit("files") is not None:
+                log.error(
+                    "no more files can be opened, so new connections are not accepted: raise the limit of open files "
+                    "(ulimit -n, LimitNOFILE) and start again, or close idle connections",
+                    limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+                    reason=error.strerror,
+                )
 
 
 def require_room_for_threads() -> None:

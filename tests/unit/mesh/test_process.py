@@ -46,6 +46,41 @@ def test_an_unforeseen_error_is_a_log_line_and_status_1() -> None:
     assert (last["level"], last["exception"][0]["exc_type"]) == ("critical", "LookupError")
 
 
+FULL = """
+import asyncio, os, resource, signal
+from mesh import process_limits
+from mesh.process import ProcessSettings, ServiceProgram, until_stopped
+
+process_limits._FILES_CHECK_S = 0.02
+
+async def serve(settings):
+    async def take_all():
+        held = []
+        try:
+            while True:
+                held.append(os.dup(2))
+        except OSError:
+            await asyncio.sleep(0.5)
+        for fd in held:
+            os.close(fd)
+        os.kill(os.getpid(), signal.SIGTERM)
+    taking = asyncio.get_running_loop().call_later(0.2, lambda: asyncio.create_task(take_all()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (160, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    await until_stopped(settings)
+
+ServiceProgram("test", ProcessSettings, serve).main([])
+"""
+
+
+def test_a_lack_of_files_is_logged_and_not_with_every_check() -> None:
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=60)
+    (entry,) = [entry for entry in map(json.loads, done.stderr.splitlines()) if entry["level"] == "error"]
+    assert entry["event"].startswith(
+        "no more files can be opened, so new connections are not accepted: raise the limit"
+    )
+    assert (entry["limit"], entry["reason"]) == (160, "Too many open files")
+
+
 LITTLE = """
 import resource, sys
 from mesh.process import ProcessSettings, ServiceProgram

@@ -15,6 +15,7 @@ from mesh.domain.errors import ConfigurationError
 _PRIVATE_KEY = re.compile(rb"-----BEGIN PRIVATE KEY-----(.+?)-----END", re.DOTALL)
 _UNUSABLE_KEYS = {b"\x06\x03+ep": "Ed25519", b"\x06\x03+eq": "Ed448", b"\x06\x09*\x86H\x86\xf7\r\x01\x01\n": "RSA-PSS"}
 """Object identifiers of kinds of keys that Python's OpenSSL takes and gRPC's BoringSSL refuses."""
+_NO_CHECK_TIME = 0x200000  # OpenSSL's X509_V_FLAG_NO_CHECK_TIME, which `ssl` does not name
 _KIND_BYTES = 24  # the identifier is among the first bytes of a key
 
 
@@ -32,7 +33,7 @@ def host_in(cert: str, key: str, ca: str = "", expected: str = "") -> str:
     """
     _require_usable_key(key)
     try:
-        name = _own_name(cert, key, ca, expected)
+        name = _host_of(_shown_certificate(cert, key, ca, expected))
     except ssl.SSLCertVerificationError as error:
         # Without a CA the certificate is verified against itself, so only its dates can be wrong.
         issuer = f" of {ca}" if ca else ""
@@ -59,11 +60,24 @@ def _require_usable_key(key: str) -> None:
                 raise ConfigurationError(f"{key} is an {kind} key, which gRPC cannot use: make an RSA or EC key")
 
 
-def _own_name(cert: str, key: str, ca: str, expected: str) -> str:
-    """Return a host name in the certificate, "" if there is none. Raises ssl.SSLError.
+def certificate_in(cert: str, key: str) -> dict[str, Any]:
+    """The contents of a certificate, expired or not, as `ssl` names them. Raises ssl.SSLError, OSError."""
+    return _shown_certificate(cert, key, "", "", checks_time=False)
 
-    The name is read from an in-memory handshake of the certificate with itself, as server and, with a CA, as client.
-    The handshake also finds every error that real handshakes would fail with.
+
+def ca_certificates_in(ca: str) -> list[dict[str, Any]]:
+    """The contents of the CA certificates in a file; without a file, none. Raises ssl.SSLError, OSError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if ca:
+        context.load_verify_locations(ca)
+    return context.get_ca_certs()
+
+
+def _shown_certificate(cert: str, key: str, ca: str, expected: str, *, checks_time: bool = True) -> dict[str, Any]:
+    """Return the contents of the certificate. Raises ssl.SSLError.
+
+    They are read from an in-memory handshake of the certificate with itself, as server and, with a CA, as client. The
+    handshake also finds every error that real handshakes would fail with.
     """
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = bool(expected)
@@ -71,13 +85,19 @@ def _own_name(cert: str, key: str, ca: str, expected: str) -> str:
     for context in (server, client):
         context.load_cert_chain(cert, key, password=lambda: "")  # never ask at a terminal
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        if not checks_time:
+            context.verify_flags |= _NO_CHECK_TIME
         context.load_verify_locations(ca or cert)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     peers = (client.wrap_bio(down, up, server_hostname=expected or None), server.wrap_bio(up, down, server_side=True))
     for peer in (*peers, *peers):
         with contextlib.suppress(ssl.SSLWantReadError):
             peer.do_handshake()
-    names: Any = (peers[0].getpeercert() or {}).get("subjectAltName", ())
+    return peers[0].getpeercert() or {}
+
+
+def _host_of(certificate: dict[str, Any]) -> str:
+    names = certificate.get("subjectAltName", ())
     hosts = [value.replace("*", "any") for kind, value in names if kind == "DNS"]
     addresses = [str(ipaddress.ip_address(value)) for kind, value in names if kind == "IP Address"]
     return next(iter([*hosts, *addresses]), "")

@@ -168,9 +168,9 @@ def tell_parent(event: str, **fields: Any) -> None:
     sys.stdout.flush()
 
 
-async def until_stopped(settings: ProcessSettings) -> None:
+async def until_stopped(settings: ProcessSettings, *watches: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Return on SIGTERM, SIGINT or SIGHUP, or when stdin closes if `follow_stdin` is set. Until then a stuck event loop
-    ends the process (`ending_if_stuck`), and a lack of open files is logged.
+    ends the process (`ending_if_stuck`), a lack of open files is logged, and `watches` run.
 
     Objects that exist by now live as long as the service. Later garbage collections do not scan them: those of a worker
     take 160 ms, in which no thread of it runs Python.
@@ -183,12 +183,13 @@ async def until_stopped(settings: ProcessSettings) -> None:
         loop.add_signal_handler(number, stop.set)
     if settings.follow_stdin:
         loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 4096) else stop.set())
-    watch = run_for_life(watch_open_files())
+    tasks = [run_for_life(watch()) for watch in (watch_open_files, *watches)]
     try:
         async with ending_if_stuck(settings.stuck_exit_s):
             await stop.wait()
     finally:
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
     if settings.follow_stdin:
         loop.remove_reader(sys.stdin.fileno())
 

@@ -4,12 +4,15 @@ import asyncio
 import itertools
 import os
 import ssl
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import structlog
 
+from mesh.certificate_expiry import ExpiryReports, read_validities
 from mesh.certificates import host_in, read_pem
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import is_loopback
@@ -49,9 +52,12 @@ class CertificateReloader(Generic[T]):
         self._used = self._version()
         self._is_usable = True
         self.latest = load(*files)
+        self._reports = ExpiryReports("replace its files before, or clients will refuse it")
 
     async def follow(self) -> None:
-        """Keep `latest` up to date until cancelled. Files that cannot be used, or have expired, are reported once."""
+        """Keep `latest` up to date until cancelled. Files that cannot be used, or have expired, are reported once,
+        and those that will soon expire once a day.
+        """
         seen = self._used
         for turn in itertools.count(1):
             await asyncio.sleep(_CHECK_INTERVAL_S)
@@ -61,6 +67,7 @@ class CertificateReloader(Generic[T]):
                 self._load_again("the new certificate cannot be used, clients still see the one before", is_new=True)
             elif self._is_usable and seen == self._used and turn % _EXPIRY_TURNS == 0:
                 self._load_again("clients refuse the certificate: replace its files", is_new=False)
+                self._warn_of_expiry()
 
     def _load_again(self, failure: str, *, is_new: bool) -> None:
         cert, key = self._files
@@ -74,6 +81,10 @@ class CertificateReloader(Generic[T]):
         if is_new:
             self.latest = loaded
             log.info("certificate read again, new connections use it", public_tls_cert=cert)
+
+    def _warn_of_expiry(self) -> None:
+        with suppress(ConfigurationError):  # files that were replaced meanwhile: the next turn reads them
+            self._reports.warn(read_validities(*self._files)[0], time.time())
 
     def _version(self) -> list[tuple[int, int, int] | None]:
         """Return a value that changes with the files, also where they are symbolic links."""

@@ -88,7 +88,7 @@ async def serve(settings: RankSettings) -> None:
 async def _until_stopped(settings: RankSettings) -> None:
     """Return when this rank is asked to stop. A worker that has started it asks nobody: it ends it."""
     if not settings.parent:
-        await until_stopped(settings)
+        await until_stopped(settings, settings.watch_certificates)
         return
     async with ending_if_stuck(settings.stuck_exit_s):
         await asyncio.Event().wait()

@@ -228,7 +228,7 @@ async def serve(settings: RouterSettings) -> None:
     ):
         await router.start()
         tell_parent("listening", address=router.public.address, registry_address=router.coordination.address)
-        await until_stopped(settings)
+        await until_stopped(settings, settings.watch_certificates)
         await router.stop(settings.grace_s)
 
 

@@ -72,7 +72,7 @@ class Worker:
         """Start the engine and serve until stopped, in one role after the other; then stop the engine. Raises MeshError
         if the mesh refuses this worker, or its engine dies.
         """
-        stopped = asyncio.create_task(until_stopped(self._settings))
+        stopped = asyncio.create_task(until_stopped(self._settings, self._settings.watch_certificates))
         self._engine.start()
         try:
             while (next_role := await self._serve(stopped)) is not None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mesh.certificate_expiry import read_validities, watch_mesh_certificates
 from mesh.domain.errors import ConfigurationError
 from mesh.process import MetricsSettings
 from mesh.rpc.credentials import Credentials, MeshKey, TlsIdentity
@@ -36,3 +37,8 @@ class MemberSettings(MetricsSettings):
             return Credentials(key)
         tls = TlsIdentity.load(self.mesh_tls_cert, self.mesh_tls_key, self.mesh_tls_ca, peer_name=self.mesh_tls_name)
         return Credentials(key, tls)
+
+    async def watch_certificates(self) -> None:
+        """Report in the log that certificates of the mesh expire, until cancelled."""
+        files = (self.mesh_tls_cert, self.mesh_tls_key, self.mesh_tls_ca)
+        await watch_mesh_certificates(read_validities(*files) if self.mesh_tls_cert else ())

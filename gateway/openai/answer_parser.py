@@ -116,8 +116,11 @@ class BlockBegun:
 
 @dataclass(frozen=True, slots=True)
 class BlockAdded:
+    """`num_behind` is that of Text."""
+
     block: Block
     text: str
+    num_behind: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +166,16 @@ class BlockParser:
             elif isinstance(piece, Thought):
                 yield from self._add("reasoning", piece.text)
             elif isinstance(piece, Text):
-                yield from self._add("text", piece.text)
+                yield from self._add("text", piece.text, piece.num_behind)
             elif piece.text:
                 yield from self._add("call", piece.text)
 
-    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[BlockStep]:
+    def _add(self, kind: Literal["reasoning", "text", "call"], text: str, num_behind: int = 0) -> Iterator[BlockStep]:
         if not self.blocks or self.blocks[-1].kind != kind:
             yield from self._begin(Block(len(self.blocks), kind))
         block = self.blocks[-1]
         block.texts.append(text)
-        yield BlockAdded(block, text)
+        yield BlockAdded(block, text, num_behind)
 
     def _begin(self, block: Block) -> Iterator[BlockStep]:
         if self.blocks:
@@ -224,13 +227,14 @@ class AnswerParser:
 
     def _pieces(self, reasoning: str, text: str) -> list[Piece]:
         pieces: list[Piece] = [Thought(reasoning)] if reasoning else []
+        num_held = 0 if self._reasoning is None else self._reasoning.num_held
         if self._calls is not None:
-            return pieces + self._shown(self._calls.push(text))
-        return [*pieces, Text(text)] if text else pieces
+            return pieces + self._shown(self._calls.push(text), num_held)
+        return [*pieces, Text(text, num_held)] if text else pieces
 
-    def _shown(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def _shown(self, pieces: Iterable[Piece], num_held: int = 0) -> list[Piece]:
         """The pieces of calls that the answer has. Adjacent ones of one kind are merged, because parsers emit arguments
-        character by character.
+        character by character. `num_held` characters behind them are held back before calls are looked for.
         """
         shown: list[Piece] = []
         for piece in pieces:
@@ -239,8 +243,9 @@ class AnswerParser:
                 continue
             if isinstance(piece, CallBegun):
                 shown.append(replace(piece, call_id=self._new_id()))
-            elif isinstance(piece, Text) and isinstance(last, Text):
-                shown[-1] = Text(last.text + piece.text)
+            elif isinstance(piece, Text):
+                before = last.text if isinstance(last, Text) else ""
+                shown[len(shown) - bool(before) :] = [Text(before + piece.text, piece.num_behind + num_held)]
             elif isinstance(piece, Thought) and isinstance(last, Thought):
                 shown[-1] = Thought(last.text + piece.text)
             elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and piece.index == last.index:

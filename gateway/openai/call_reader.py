@@ -1,8 +1,8 @@
 """Reads one tool call in JSON, character by character, into the pieces that all parsers of calls emit."""
 
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 
 from mesh.domain.json_text import parse_json
 
@@ -17,9 +17,12 @@ _CLOSING = {"{": "}", "[": "]"}
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text outside of tool calls."""
+    """Text outside of tool calls. `num_behind` characters behind it were read before it was known to be text: a mark,
+    or what may be the beginning of one.
+    """
 
     text: str
+    num_behind: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,11 @@ class CallArguments:
 
 
 Piece = Text | Thought | CallBegun | CallArguments
+
+
+def read_pieces(pieces: Iterator[Piece], num_unread: Callable[[], int]) -> list[Piece]:
+    """Run a parser. `num_unread` counts the characters that it has beyond the piece that it has just made."""
+    return [Text(piece.text, num_unread()) if isinstance(piece, Text) else piece for piece in pieces]
 
 
 class NotACall(Exception):

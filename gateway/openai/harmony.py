@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gateway.openai.call_reader import CallArguments, CallBegun, Piece, Text, Thought
+from gateway.openai.call_reader import CallArguments, CallBegun, Piece, Text, Thought, read_pieces
 from gateway.openai.tagged_calls import find_mark
 
 _BODY = "<|message|>"
@@ -54,7 +54,7 @@ class HarmonyParser:
     def push(self, text: str) -> list[Piece]:
         """Return the pieces that the text completes."""
         self._buffer += text
-        return list(self._read())
+        return read_pieces(self._read(), lambda: len(self._buffer))
 
     def finish(self, *, is_cut: bool) -> list[Piece]:
         """End of the text: return what is still held back. A head that has no body is dropped. A call that a limit cut
@@ -78,9 +78,9 @@ class HarmonyParser:
                 yield from self._read_head()
                 continue
             at, mark = find_mark(self._buffer, _ENDS)
-            if at:
-                yield from self._body(self._buffer[:at])
-            self._buffer = self._buffer[at:]
+            body, self._buffer = self._buffer[:at], self._buffer[at:]
+            if body:
+                yield from self._body(body)
             if mark:
                 yield from self._end()
                 is_head = mark in _HEADS

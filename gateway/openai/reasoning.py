@@ -75,6 +75,11 @@ class ReasoningParser:
         self._buffer = ""
         self._is_blank = True  # nothing of the reasoning has been emitted yet
 
+    @property
+    def num_held(self) -> int:
+        """Characters behind the answer so far that may be a mark, or are one."""
+        return self._answer.num_held
+
     def push(self, text: str) -> tuple[str, str]:
         """Return what the text adds to the reasoning and to the answer. Text that may begin a marker is held back."""
         self._buffer += text
@@ -137,6 +142,8 @@ class _Answer:
         self._is_blank = not keeps_blanks
         self._may_open = bool(style.around)
         self._buffer = ""
+        self.num_held = 0
+        """Characters that were read behind what was returned last."""
 
     def push(self, text: str) -> str:
         self._buffer += text
@@ -148,6 +155,7 @@ class _Answer:
             self._buffer = self._buffer.lstrip()
         held = self._num_held()
         text, self._buffer = self._buffer[: len(self._buffer) - held], self._buffer[len(self._buffer) - held :]
+        self.num_held = held
         self._is_blank = self._is_blank and not text
         return text
 
@@ -156,7 +164,9 @@ class _Answer:
         text = self._buffer.lstrip() if self._is_blank else self._buffer
         end = text.rstrip()
         closing = next(filter(end.endswith, self._closings), "")
-        return end.removesuffix(closing).rstrip() if closing else text
+        answer = end.removesuffix(closing).rstrip() if closing else text
+        self.num_held = len(text) - len(answer)
+        return answer
 
     def _read_opening(self) -> None:
         first = self._buffer.lstrip()

@@ -13,9 +13,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
+from itertools import chain
 from typing import NoReturn
 
-from gateway.openai.call_reader import CallArguments, CallBegun, CallReader, NotACall, Piece, Text
+from gateway.openai.call_reader import CallArguments, CallBegun, CallReader, NotACall, Piece, Text, read_pieces
 from gateway.openai.python_values import PythonValue
 from gateway.openai.quoted_values import QuotedValue
 from gateway.openai.tagged_formats import TaggedFormat
@@ -67,13 +68,13 @@ class TaggedCallParser:
     def push(self, text: str) -> list[Piece]:
         """Return the pieces that the text completes."""
         self._buffer += text
-        return list(self._read())
+        return read_pieces(self._read(), self._num_unread)
 
     def finish(self, *, is_cut: bool) -> list[Piece]:
         """End of the text: return what is still held back. A call that a limit cut (`is_cut`) keeps its arguments."""
         pieces: list[Piece] = []
         while self._state is _State.HEAD:
-            pieces += [*self._give_up(), *self._read()]
+            pieces += read_pieces(chain(self._give_up(), self._read()), self._num_unread)
         text, self._buffer = self._buffer, ""
         if not is_cut:
             pieces += self._close_call(text)
@@ -81,6 +82,9 @@ class TaggedCallParser:
             text = "" if self._may_go_on(text.lstrip()) else text
         is_text = self._state in (_State.TEXT, _State.AFTER) and not (self.num_calls and not text.strip())
         return [*pieces, Text(text)] if text and is_text else pieces
+
+    def _num_unread(self) -> int:
+        return len(self._raw) + len(self._buffer)
 
     def _read(self) -> Iterator[Piece]:
         """Run the state machine until it needs more text."""
@@ -147,9 +151,9 @@ class TaggedCallParser:
     def _give_up(self) -> Iterator[Piece]:
         """Emit the supposed beginning of a call as text."""
         self._state = _State.TEXT
-        if self._raw:
-            yield Text(self._raw)
-        self._raw = ""
+        text, self._raw = self._raw, ""
+        if text:
+            yield Text(text)
 
     def _read_between(self) -> Iterator[Piece]:
         item = self._item.search(self._buffer)

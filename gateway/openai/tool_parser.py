@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 
-from gateway.openai.call_reader import CallReader, NotACall, Piece, Text
+from gateway.openai.call_reader import CallReader, NotACall, Piece, Text, read_pieces
 from gateway.openai.tagged_calls import find_begun_mark
 
 _BETWEEN_CALLS = " \t\r\n,;[]}"
@@ -100,7 +100,7 @@ class ToolCallParser:
     def push(self, text: str) -> list[Piece]:
         """Return the pieces that the text completes."""
         self._buffer += text
-        return list(self._read())
+        return read_pieces(self._read(), lambda: len(self._raw) + len(self._buffer))
 
     def finish(self, *, is_cut: bool) -> list[Piece]:
         """End of the text: return what is still held back. `is_cut`: by a limit; else the model ended it.
@@ -243,9 +243,9 @@ class ToolCallParser:
     def _give_up(self) -> Iterator[Piece]:
         """Emit the supposed beginning of a call as text."""
         self._state = _State.TEXT
-        if self._raw:
-            yield Text(self._raw)
-        self._raw = ""
+        text, self._raw = self._raw, ""
+        if text:
+            yield Text(text)
 
 
 def _num_held(text: str, marker: str) -> int:

@@ -30,11 +30,15 @@ class TextLogprobs:
         self._stream = StreamTokens()
         self._decoder = getincrementaldecoder("utf-8")("replace")
         self._waiting: list[_Waiting] = []
+        self._num_own = self._num_read = 0
+        """Characters of all tokens so far, and of the text that the router has sent of them."""
         self._of_blocks: defaultdict[int, list[Json]] = defaultdict(list)
 
     def begin_event(self, event: TokenEvent) -> None:
+        self._num_read += len(event.text)
         for token in self._stream.take(event) if self._chat.logprobs else ():
             own = self._decoder.decode(bytes_of(token))
+            self._num_own += len(own)
             self._waiting.append(_Waiting(token, own, bool(self._decoder.getstate()[0])))
 
     def of_step(self, step: BlockAdded) -> list[Json]:
@@ -46,9 +50,12 @@ class TextLogprobs:
         if step.block.kind != "text":
             self._take(waiting.find(text), text)
             return []
-        # A text begins behind a mark, which may hold the same characters.
+        # A text begins behind a mark and ends in front of one, which may hold the same characters.
         goes_on = bool(entries) and waiting.startswith(text)
-        tokens = self._take(0 if goes_on else waiting.rfind(text), text)
+        first = len(waiting) - (self._num_own - self._num_read) - step.num_behind - len(text)
+        if first < 0 or not waiting.startswith(text, first):  # tokens that are not the text to the letter
+            first = waiting.rfind(text)
+        tokens = self._take(0 if goes_on else first, text)
         logprobs = chat_logprobs(tokens, self._chat)
         added: list[Json] = [] if logprobs is None else logprobs["content"]
         entries += added

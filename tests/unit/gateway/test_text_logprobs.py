@@ -7,6 +7,7 @@ import pytest
 from gateway.openai.answer_parser import AnswerFormat, BlockAdded, BlockParser
 from gateway.openai.requests import ChatBody
 from gateway.openai.responses.logprobs import TextLogprobs
+from gateway.openai.tagged_formats import TAGGED_FORMATS
 from gateway.openai.tool_choice import Function, ToolUse
 from gateway.openai.tool_parser import TOOL_FORMATS
 from tandem import FinishReason, Token, TokenEvent, Usage
@@ -15,6 +16,8 @@ PLAIN = AnswerFormat(None, "none")
 REASONING = AnswerFormat(None, "qwen3")
 HERMES = ToolUse((Function(name="f"),), TOOL_FORMATS["hermes"])
 HARMONY = AnswerFormat(None, "openai_gptoss", is_harmony=True)
+TAGGED = ToolUse((Function(name="f"),), TAGGED_FORMATS["qwen3_coder"])
+CALL = [b"<tool_call>", b'{"name": "f", "arguments": {}}', b"</tool_call>"]
 SMILE = "😀".encode()
 NEXT = (b"<|end|>", b"<|start|>", b"assistant")
 
@@ -64,6 +67,18 @@ def texts_of(answer_format: AnswerFormat, pieces: Sequence[bytes], held: Sequenc
         (AnswerFormat(HERMES, "none"), [b"a", b"<", b"<", b"b"], [], ["a<<b"]),
         (AnswerFormat(HERMES, "none"), [b"a", b"<", b"<", b"<", b"b"], [2], ["a<<<b"]),
         (REASONING, [b"<think>", b"a", b"</think>", b"a", b"b"], [1, 2], ["ab"]),
+        # Texts like the beginning of the mark behind them
+        (AnswerFormat(HERMES, "none"), [b"<", *CALL], [], ["<"]),
+        (AnswerFormat(HERMES, "none"), [b"<", *CALL], [0], ["<"]),
+        (AnswerFormat(HERMES, "none"), [b"<", b"tool", b"<", b"tool_call>", *CALL[1:]], [], ["<tool"]),
+        (AnswerFormat(HERMES, "qwen3"), [b"<think>", b"m", b"</think>", b"<", *CALL], [], ["<"]),
+        (AnswerFormat(HERMES, "none"), [*CALL, b"<", *CALL], [], ["<"]),
+        (AnswerFormat(TAGGED, "none"), [b"<", b"<function=f>", b"</function>", b"</tool_call>"], [], ["<"]),
+        (AnswerFormat(None, "hunyuan_a13b"), [b"<answer>", b"<", b"</answer>"], [], ["<"]),
+        (AnswerFormat(None, "hunyuan_a13b"), [b"<answer>", b"<", b"</answer>", b" ", b"\n"], [], ["<"]),
+        (HARMONY, [*said(b"final", b"<"), b"<|end|>"], [], ["<"]),
+        (HARMONY, [*said(b"final", b"<", b"|"), b"<|return|>"], [], ["<|"]),
+        (HARMONY, [*said(b"final", b"<"), *NEXT, *said(b"final", b"|", b"C")], [], ["<\n|C"]),
         # Marks between messages of one kind, and between messages of several
         (HARMONY, [*said(b"final", b"A"), *NEXT, *said(b"final", b"B", b"C")], [], ["A\nBC"]),
         (

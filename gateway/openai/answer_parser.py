@@ -12,11 +12,11 @@ from uuid import uuid4
 
 from gateway.exchange import Exchange
 from gateway.openai.call_reader import CallArguments, CallBegun, Piece, Text, Thought
+from gateway.openai.completion_members import finish_reason
 from gateway.openai.harmony import HarmonyFormat, HarmonyParser
 from gateway.openai.harmony_structure import in_harmony
 from gateway.openai.reasoning import REASONING_FORMATS, ReasoningParser
 from gateway.openai.requests import ChatBody
-from gateway.openai.response_parts import finish_reason
 from gateway.openai.sdk_arguments import chat_arguments
 from gateway.openai.tool_choice import CALL_FORMATS, CallParser, ToolUse, parse_tool_use
 from gateway.schema import structure_arguments

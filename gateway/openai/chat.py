@@ -9,8 +9,7 @@ from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.answer_parser import AnswerFormat, AnswerParser, plan_chat
 from gateway.openai.call_reader import CallArguments, CallBegun, Piece, Text, Thought
-from gateway.openai.requests import ChatBody, ClientFieldNames, check_ranges
-from gateway.openai.response_parts import (
+from gateway.openai.completion_members import (
     Envelope,
     StreamTokens,
     StreamUsage,
@@ -20,6 +19,7 @@ from gateway.openai.response_parts import (
     visible_tokens,
     without_stop_tokens,
 )
+from gateway.openai.requests import ChatBody, ClientFieldNames, check_ranges
 from gateway.schema import Json
 from tandem import Choice, TokenEvent
 

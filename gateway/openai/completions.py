@@ -8,8 +8,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import SSE_DONE, Answer, Framing, collect, stream_answer, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.requests import ClientFieldNames, CompletionBody, check_ranges
-from gateway.openai.response_parts import (
+from gateway.openai.completion_members import (
     CompletionLogprobs,
     Envelope,
     StreamTokens,
@@ -20,6 +19,7 @@ from gateway.openai.response_parts import (
     visible_tokens,
     without_stop_tokens,
 )
+from gateway.openai.requests import ClientFieldNames, CompletionBody, check_ranges
 from gateway.openai.sdk_arguments import completion_arguments
 from gateway.schema import Json
 from tandem import Choice, FinishReason, Token, TokenEvent

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 
 import tandem
-from gateway.openai.response_parts import finish_reason
+from gateway.openai.completion_members import finish_reason
 
 _NAMES = {"token_ids": "prompt", "max_new_tokens": "max_tokens"}
 _LEFT_OUT = ("top_logprobs",)

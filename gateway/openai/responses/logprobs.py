@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from gateway.answers import bytes_of
 from gateway.openai.answer_parser import Block, BlockAdded
+from gateway.openai.completion_members import StreamTokens, chat_logprobs
 from gateway.openai.requests import ChatBody
-from gateway.openai.response_parts import StreamTokens, chat_logprobs
 from gateway.schema import Json
 from tandem import Token, TokenEvent
 

@@ -18,8 +18,8 @@ from gateway.feed import Feed
 from gateway.lmi.requests import InvocationBody
 from gateway.lmi.responses import FORMATS, Lines, LmiShape
 from gateway.openai.chat import AnswerFormat, ChatChunks
+from gateway.openai.completion_members import Envelope
 from gateway.openai.requests import ChatBody, ClientFieldNames
-from gateway.openai.response_parts import Envelope
 from gateway.tgi.endpoints import StreamEvents, TgiShape
 from tandem import FinishReason, Token, TokenEvent, Usage
 from tests.evidence import Evidence

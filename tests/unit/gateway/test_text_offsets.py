@@ -2,8 +2,8 @@
 
 import pytest
 
+from gateway.openai.completion_members import CompletionLogprobs
 from gateway.openai.requests import CompletionBody
-from gateway.openai.response_parts import CompletionLogprobs
 from tandem import Token, TopToken
 
 

@@ -28,8 +28,8 @@ from engine.speculation.speculator import Speculator
 from mesh.domain.request import SamplingParams, SequenceSpec
 from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import clock_for
-from worker.engine_settings import EngineLimits
 from worker.load_engine import LoadedEngine, load_engine
+from worker.runner_settings import EngineLimits
 
 _PROMPT_TOKENS, _MAX_NEW_TOKENS = 32, 96
 _MAX_DRAFTS = 8

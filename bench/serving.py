@@ -32,8 +32,8 @@ from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
-from worker.engine_settings import EngineLimits
 from worker.load_engine import load_engine
+from worker.runner_settings import EngineLimits
 
 _ENGINE = "engine"
 

@@ -33,8 +33,8 @@ from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
 from tandem_cli.model_files.model_folders import BUNDLED, BUNDLED_MODELS
-from worker.engine_settings import EngineLimits
 from worker.load_engine import load_engine
+from worker.runner_settings import EngineLimits
 
 _ARMS = ("none", "ngram", "draft")
 _MAX_NEW_TOKENS = 96

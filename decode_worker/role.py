@@ -12,10 +12,10 @@ from engine.settings import graph_sizes
 from kvtransfer import KVReceiver, MultiRankReceiver, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import decode_pb2_grpc
-from worker.engine_settings import EngineLimits
 from worker.metrics import DecodeMetrics
 from worker.ranks.connection import RankConnection
 from worker.role import Role, RoleServices
+from worker.runner_settings import EngineLimits
 from worker.runtime import WorkerRuntime
 
 

@@ -12,7 +12,7 @@ from mesh.domain.kv import Degrees
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """The model to load, and how to run it; made from the settings of a worker (worker/engine_settings.py)."""
+    """The model to load, and how to run it; made from the settings of a worker (worker/runner_settings.py)."""
 
     model_dir: Path
     device: str = "cpu"  # "auto": CUDA if available

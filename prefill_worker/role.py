@@ -11,10 +11,10 @@ from mesh.v1 import prefill_pb2_grpc
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
-from worker.engine_settings import EngineLimits
 from worker.metrics import PrefillMetrics
 from worker.ranks.connection import RankConnection
 from worker.role import Role, RoleServices
+from worker.runner_settings import EngineLimits
 from worker.runtime import WorkerRuntime
 
 

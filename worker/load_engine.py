@@ -3,7 +3,7 @@
 A model is loaded by these functions, from the outside in:
 
     download_and_load_engine     downloads it if needed, limits the time, reports progress and memory
-      load_engine                engine_settings.py; then the runner, the drafter, the scheduler      -> LoadedEngine
+      load_engine                runner_settings.py; then the runner, the drafter, the scheduler      -> LoadedEngine
         load_runner_with_ranks   ends the process when a rank ends; load tests pass another `LoadRunner` instead
           load_ranked_runner     engine/ranks/launch.py: starts ranks that share memory; goes straight on without
             load_model_runner    engine/loading/load_runner.py: weights, KV cache, attention of one rank  -> ModelRunner
@@ -51,11 +51,11 @@ from mesh.domain.request import mint_id
 from mesh.domain.worker import Adapter, WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
 from mesh.process import tell_parent
-from worker.engine_settings import EngineLimits, engine_settings, longest_sequence
 from worker.load_watch import STALLED_S, LoadProgress, limited, peak_memory
 from worker.ranks.connection import RankConnection
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
+from worker.runner_settings import EngineLimits, longest_sequence, make_runner_settings
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -139,7 +139,7 @@ def load_engine(
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     config = load_config(Path(settings.model), settings.rope_override())
     max_model_len = longest_sequence(settings, config)
-    runner_settings = engine_settings(settings, limits, max_model_len)
+    runner_settings = make_runner_settings(settings, limits, max_model_len)
     adapters, weights = runner_settings.adapters, _weights_of_kv(settings)
     runner = load(runner_settings, on_progress)
     num_blocks, layout = runner.kv_cache.num_blocks, runner.kv_cache.layout

@@ -8,9 +8,9 @@ from engine.kv.sharded_cache import AnyKVCache
 from engine.loop import EngineLoop
 from engine.runner import LayerHook
 from mesh.domain.worker import WorkerRole
-from worker.engine_settings import EngineLimits
 from worker.metrics import WorkerMetrics
 from worker.ranks.connection import RankConnection
+from worker.runner_settings import EngineLimits
 from worker.runtime import WorkerRuntime
 
 

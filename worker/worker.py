@@ -21,10 +21,10 @@ from mesh.domain.worker import WorkerRole
 from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import keep_freed_memory, tell_parent, until_stopped
 from mesh.rpc.server import require_free
-from worker.engine_settings import widest
 from worker.load_engine import LoadRunner, download_and_load_engine
 from worker.ranks.connection import set_up_kv
 from worker.role import Role, RoleServices
+from worker.runner_settings import widest
 from worker.runtime import WorkerRuntime
 from worker.settings import WorkerSettings
 

@@ -35,8 +35,8 @@ from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.model_size import model_size
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision
 from tandem_cli.model_files.model_folders import load_format_of, write_without_weights
-from worker.engine_settings import EngineLimits
 from worker.load_engine import LoadedEngine, load_engine, load_runner_with_ranks
+from worker.runner_settings import EngineLimits
 
 _NUM_STEPS = 16
 _ARRAY_BYTES = 256 * 2**20  # several times the largest cache

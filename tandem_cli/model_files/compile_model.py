@@ -25,8 +25,8 @@ from tandem_cli.local_mesh.deployment import find_draft
 from tandem_cli.local_mesh.hardware import available_cores
 from tandem_cli.model_files.model_folders import find_model, load_format_of
 from tandem_cli.parser import given
-from worker.engine_settings import model_settings
 from worker.load_engine import load_runner_with_ranks
+from worker.runner_settings import base_runner_settings
 
 
 def compile_model(args: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ def _model_settings(model: str, chosen: dict[str, str]) -> Iterator[tuple[str, R
     flags = as_flags(**values | {"model": model_dir, "revision": "", "registry_address": "none"})
     worker = load_settings(DecodeSettings, flags, prog="decode_worker").values
     load_format = worker.load_format if load_format_of(model_dir) == "auto" else "dummy"
-    settings = replace(model_settings(worker), load_format=load_format)
+    settings = replace(base_runner_settings(worker), load_format=load_format)
     yield model, settings
     if (draft := worker.speculation().draft_model) is not None:
         yield (

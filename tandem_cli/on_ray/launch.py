@@ -37,7 +37,7 @@ from tandem_cli.on_ray.cluster import Placed, RayCluster
 from tandem_cli.on_ray.handover import Handover, hand_over
 from tandem_cli.on_ray.node import LOG_LINE, News
 from tandem_cli.on_ray.resources import WorkerNeed, WorkerResources, divide
-from worker.engine_settings import model_settings
+from worker.runner_settings import base_runner_settings
 
 _CONFIGURATION_STATUS = 2
 _WAIT_HINT_S = 10.0
@@ -281,7 +281,7 @@ def _need(name: str, settings: Any, *, auto_is_gpu: bool) -> WorkerNeed:
 
 
 def _cpu_need(name: str, settings: PrefillSettings | DecodeSettings) -> WorkerNeed:
-    model = replace(model_settings(settings), device="cpu", tensor_parallel=1, pipeline_parallel=1)
+    model = replace(base_runner_settings(settings), device="cpu", tensor_parallel=1, pipeline_parallel=1)
     runner, config = resolve(model)
     degrees = settings.degrees()
     weights_bytes = _weights_bytes(runner, config, degrees) + degrees.tensor * runner.adapter_bytes

@@ -31,8 +31,8 @@ from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
 from tests.made_once import made_once
-from worker.engine_settings import EngineLimits
 from worker.load_engine import load_engine
+from worker.runner_settings import EngineLimits
 
 TOLERANCE = 1e-4
 NUM_NEW = 40

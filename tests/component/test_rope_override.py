@@ -23,8 +23,8 @@ from tests.component.arms import ARMS, load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import check_parity, expect_prompts
 from tests.defects import Repaired
-from worker.engine_settings import EngineLimits
 from worker.load_engine import load_engine
+from worker.runner_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

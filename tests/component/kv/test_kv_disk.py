@@ -26,8 +26,8 @@ from tests.component.arms import load_arm
 from tests.component.test_load import edit_weights
 from tests.defects import Repaired
 from tests.fakes.requests import make_request
-from worker.engine_settings import EngineLimits
 from worker.load_engine import LoadedRunner, load_engine
+from worker.runner_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

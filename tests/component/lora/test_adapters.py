@@ -37,8 +37,8 @@ from tests.component.ranks.test_ranks import require_equal
 from tests.component.sampling.test_speculation import answer, ids
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
-from worker.engine_settings import EngineLimits
 from worker.load_engine import load_engine
+from worker.runner_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

@@ -39,10 +39,10 @@ from tests.evidence import Evidence
 from tests.fakes.drafters import FakeDrafter
 from tests.fakes.requests import make_request
 from tests.waiting import LIMIT_S, until
-from worker.engine_settings import EngineLimits
 from worker.load_engine import LoadedEngine, download_and_load_engine, load_runner_with_ranks
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
+from worker.runner_settings import EngineLimits
 
 LOAD_S = 6 * LIMIT_S  # several processes that import torch, on a busy machine
 END_S = 1.0

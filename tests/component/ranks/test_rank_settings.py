@@ -18,8 +18,8 @@ from mesh.domain.kv import Degrees
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
-from worker.engine_settings import EngineLimits
 from worker.load_engine import LoadedRunner, load_engine
+from worker.runner_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

@@ -32,8 +32,8 @@ from tests.component.arms import load_arm
 from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
 from tests.goodness import UNLIKELY, fit
-from worker.engine_settings import EngineLimits
 from worker.load_engine import load_engine
+from worker.runner_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 Answers = dict[str, tuple[list[SampledToken], FinishReason | None]]

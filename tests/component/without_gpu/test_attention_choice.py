@@ -16,7 +16,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 from mesh.settings import load_settings
 from prefill_worker.settings import PrefillSettings
-from worker.engine_settings import model_settings
+from worker.runner_settings import base_runner_settings
 
 SHAPE = AttentionShape(8, 2, 64)
 
@@ -143,7 +143,8 @@ def test_the_choice_is_logged_with_its_reasons(installed: Installed) -> None:
 def test_it_is_a_setting_of_workers(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*argv: str, **environ: str) -> RunnerSettings:
         needed = ["--model", str(checkpoint("llama")), "--registry-address", "r:1"]
-        return model_settings(load_settings(PrefillSettings, [*needed, *argv], prog="worker", environ=environ).values)
+        resolved = load_settings(PrefillSettings, [*needed, *argv], prog="worker", environ=environ)
+        return base_runner_settings(resolved.values)
 
     assert load().attention == "auto"
     assert load("--attention", "triton").attention == "triton"

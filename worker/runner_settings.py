@@ -1,4 +1,4 @@
-"""The settings of a worker's engine: those of the worker, within the limits of its roles."""
+"""The settings of a worker's model runner: those of the worker, within the limits of its roles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +44,7 @@ def widest(limits: Sequence[EngineLimits]) -> EngineLimits:
     )
 
 
-def model_settings(settings: WorkerSettings) -> RunnerSettings:
+def base_runner_settings(settings: WorkerSettings) -> RunnerSettings:
     """The model and its arithmetic, without memory and limits. Raises ConfigurationError."""
     degrees = settings.degrees()
     return RunnerSettings(
@@ -65,9 +65,9 @@ def model_settings(settings: WorkerSettings) -> RunnerSettings:
     )
 
 
-def engine_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
+def make_runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
     """The model, with memory and limits. Raises ConfigurationError."""
-    model = model_settings(settings)
+    model = base_runner_settings(settings)
     if settings.tensor_parallel == "max":
         model = replace(model, tensor_parallel=fitting_ranks(model, settings.device))
     if "," in settings.device:

@@ -15,8 +15,8 @@ from mesh.v1 import decode_pb2_grpc
 from worker.metrics import DecodeMetrics
 from worker.ranks.connection import RankConnection
 from worker.role import Role, RoleServices
+from worker.role_server import RoleServer
 from worker.runner_settings import EngineLimits
-from worker.runtime import WorkerRuntime
 
 
 def decode_role(settings: DecodeSettings) -> Role:
@@ -37,10 +37,10 @@ def _open(
     engine: EngineLoop,
     kv_cache: AnyKVCache,
     rank_connections: Sequence[RankConnection],
-    runtime: WorkerRuntime,
+    role_server: RoleServer,
 ) -> RoleServices:
     metrics = DecodeMetrics()
-    incarnation = runtime.info.incarnation
+    incarnation = role_server.info.incarnation
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
     # The receiver calls `service`, which is built after it, and not before the server starts.
     receiver = MultiRankReceiver(
@@ -55,11 +55,11 @@ def _open(
         engine,
         receiver,
         layout=kv_cache.layout,
-        is_draining=runtime.is_draining,
+        is_draining=role_server.is_draining,
         metrics=metrics,
     )
-    decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service, incarnation), runtime.server.grpc)
-    receiver.own.add_to(runtime.server.grpc)
+    decode_pb2_grpc.add_DecodeServicer_to_server(DecodeServicer(service, incarnation), role_server.server.grpc)
+    receiver.own.add_to(role_server.server.grpc)
     return RoleServices(
         ("mesh.v1.Decode", "mesh.v1.KvTransfer"),
         metrics,

@@ -14,8 +14,8 @@ from prefill_worker.settings import PrefillSettings
 from worker.metrics import PrefillMetrics
 from worker.ranks.connection import RankConnection
 from worker.role import Role, RoleServices
+from worker.role_server import RoleServer
 from worker.runner_settings import EngineLimits
-from worker.runtime import WorkerRuntime
 
 
 def prefill_role(settings: PrefillSettings) -> Role:
@@ -29,14 +29,14 @@ def _open(
     engine: EngineLoop,
     kv_cache: AnyKVCache,
     rank_connections: Sequence[RankConnection],
-    runtime: WorkerRuntime,
+    role_server: RoleServer,
 ) -> RoleServices:
     metrics = PrefillMetrics()
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
-    own = KVSender(kv_cache, settings.identity, runtime.credentials, transfer_settings)
+    own = KVSender(kv_cache, settings.identity, role_server.credentials, transfer_settings)
     sender = MultiRankSender(own, rank_connections)
-    service = PrefillService(engine, sender, is_draining=runtime.is_draining, metrics=metrics)
-    prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(service), runtime.server.grpc)
+    service = PrefillService(engine, sender, is_draining=role_server.is_draining, metrics=metrics)
+    prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(service), role_server.server.grpc)
     return RoleServices(
         ("mesh.v1.Prefill",),
         metrics,

@@ -54,7 +54,7 @@ class CacheSnapshot:
 
 
 class ReportSource(Protocol):
-    """The source of load and cache reports. Plug point: WorkerRuntime. Calls may take as long as an engine step."""
+    """The source of load and cache reports. Plug point: RoleServer. Calls may take as long as an engine step."""
 
     async def report(self) -> Report:
         """Return the load, and the cache events since the last report or snapshot."""

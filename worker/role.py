@@ -10,8 +10,8 @@ from engine.runner import LayerHook
 from mesh.domain.worker import WorkerRole
 from worker.metrics import WorkerMetrics
 from worker.ranks.connection import RankConnection
+from worker.role_server import RoleServer
 from worker.runner_settings import EngineLimits
-from worker.runtime import WorkerRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class RoleServices:
     on_layers: LayerHook | None = None
 
 
-OpenServices = Callable[[EngineLoop, AnyKVCache, Sequence[RankConnection], WorkerRuntime], RoleServices]
-"""Registers a role's services with the server of the runtime, before it starts. They get the engine's thread, its KV,
+OpenServices = Callable[[EngineLoop, AnyKVCache, Sequence[RankConnection], RoleServer], RoleServices]
+"""Registers a role's services with the role's server, before it starts. They get the engine's thread, its KV,
 and the ranks that share no memory with the leader.
 """
 

@@ -1,4 +1,4 @@
-"""The Worker gRPC service, which both kinds of worker serve beside their own. It only translates; WorkerRuntime has the
+"""The Worker gRPC service, which both kinds of worker serve beside their own. It only translates; RoleServer has the
 logic.
 """
 

@@ -24,8 +24,8 @@ from mesh.rpc.server import require_free
 from worker.load_engine import LoadRunner, download_and_load_engine
 from worker.ranks.connection import set_up_kv
 from worker.role import Role, RoleServices
+from worker.role_server import RoleServer
 from worker.runner_settings import widest
-from worker.runtime import WorkerRuntime
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -65,7 +65,7 @@ class Worker:
             ),
         )
         self._services: RoleServices
-        self._runtime: WorkerRuntime
+        self._role_server: RoleServer
         self._open(roles[0])
 
     async def run(self) -> None:
@@ -90,11 +90,11 @@ class Worker:
         info = loaded.worker_info(role.kind, role.limits, switchable=len(self._roles) > 1)
         info = replace(info, kv_endpoints=set_up_kv(loaded.rank_connections, self._settings, info))
         rank_pids = loaded.runner.rank_pids
-        self._runtime = WorkerRuntime(self._settings, info, self._engine, rank_pids)
-        self._services = role.open(self._engine, loaded.runner.kv_cache, loaded.rank_connections, self._runtime)
+        self._role_server = RoleServer(self._settings, info, self._engine, rank_pids)
+        self._services = role.open(self._engine, loaded.runner.kv_cache, loaded.rank_connections, self._role_server)
         metrics = self._services.metrics
         metrics.loaded(loaded.load_seconds)
-        self._runtime.export_load(metrics)
+        self._role_server.export_load(metrics)
         if rank_pids:
             metrics.watch_ranks(rank_pids)
         if loaded.kv_disk is not None:
@@ -105,9 +105,9 @@ class Worker:
         services = self._services
         registry = services.metrics.registry
         try:
-            await self._plan_for(self._roles[self._runtime.info.role], services)
+            await self._plan_for(self._roles[self._role_server.info.role], services)
             async with serving_metrics(registry, self._settings), watching_loop(registry):
-                next_role = await self._runtime.serve(
+                next_role = await self._role_server.serve(
                     services=services.names,
                     drained=services.drained,
                     stopped=stopped,

@@ -29,7 +29,7 @@ from tests.service.security.keys import KEYS, MESH_KEY, bearer, write_keys
 from tests.service.worker_rig import worker_rig
 from tests.waiting import LIMIT_S
 from worker.ranks.listener import RankListener
-from worker.runtime import WorkerRuntime
+from worker.role_server import RoleServer
 from worker.settings import WorkerSettings
 
 LAYOUT = replace(FAKE_LAYOUT, num_kv_heads=2)
@@ -102,12 +102,12 @@ async def worker_server(model_dir: Path) -> AsyncIterator[str]:
     info = WorkerInfo(
         "w", "w-1", WorkerRole.DECODE, "", "tiny", "t", FAKE_LAYOUT, 16, 4, num_blocks=16, max_model_len=64
     )
-    runtime = WorkerRuntime(settings, info, NoEngine())
-    await runtime.server.start(["mesh.v1.Worker"])
+    role_server = RoleServer(settings, info, NoEngine())
+    await role_server.server.start(["mesh.v1.Worker"])
     try:
-        yield runtime.info.address
+        yield role_server.info.address
     finally:
-        await runtime.server.stop(0)
+        await role_server.server.stop(0)
 
 
 @asynccontextmanager

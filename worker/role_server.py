@@ -38,7 +38,7 @@ _FAREWELL_S = 5.0
 _REGISTERING_S = 0.5
 
 
-class WorkerRuntime:
+class RoleServer:
     """The server and registration of a worker in one role. The constructor binds the server's port; `info` contains its
     address. Implements worker.registration.ReportSource: reports are made on the engine's thread, between two steps.
 

@@ -27,8 +27,8 @@ from tests.service.mesh.test_registry import KEY, start_registry
 from tests.service.worker_rig import EngineRig
 from tests.unit.router.test_membership import INFO
 from tests.waiting import until
-from worker import runtime as runtime_module
-from worker.runtime import WorkerRuntime
+from worker import role_server as role_server_module
+from worker.role_server import RoleServer
 from worker.settings import WorkerSettings
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -42,7 +42,7 @@ def clock() -> float:
 
 
 class Worker:
-    """A WorkerRuntime over a fake engine, registered with a real registry, and asked for its health."""
+    """A RoleServer over a fake engine, registered with a real registry, and asked for its health."""
 
     def __init__(self, settings: WorkerSettings, membership: Membership, info: WorkerInfo) -> None:
         self.rig = EngineRig.make()
@@ -51,7 +51,7 @@ class Worker:
             on_step=lambda _: None,
             on_death=lambda _: self.rig.died.set(),
         )
-        self.runtime = WorkerRuntime(settings, info, self.engine)
+        self.role_server = RoleServer(settings, info, self.engine)
         self.told_to_stop = asyncio.Event()
         self.next_role: WorkerRole | None = None
         self.may_drain = asyncio.Event()
@@ -74,7 +74,7 @@ class Worker:
         self.engine.start()
         stopped = asyncio.create_task(self.stopped())
         try:
-            self.next_role = await self.runtime.serve(
+            self.next_role = await self.role_server.serve(
                 services=(), drained=self.drained, stopped=stopped, engine_died=self.rig.died
             )
         finally:
@@ -85,7 +85,7 @@ class Worker:
         await self.told_to_stop.wait()
 
     async def health(self) -> Any:
-        async with open_channel(self.runtime.server.address) as channel:
+        async with open_channel(self.role_server.server.address) as channel:
             return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)).status
 
     async def seen_as(self, state: WorkerState) -> WorkerView:
@@ -171,7 +171,7 @@ async def test_a_worker_that_drains_is_not_made_ready_by_the_end_of_a_stall() ->
     async with worker(stall_after_s=STALL_S) as (stuck, _):
         await stuck.stall()
         await stuck.seen_as(WorkerState.STALLED)
-        await stuck.runtime.set_draining(True)
+        await stuck.role_server.set_draining(True)
         await stuck.seen_as(WorkerState.DRAINING)
         stuck.rig.runner.gate.set()
         with capture_logs() as logs:
@@ -179,11 +179,11 @@ async def test_a_worker_that_drains_is_not_made_ready_by_the_end_of_a_stall() ->
                 while not any(entry["event"] == "engine goes on" for entry in logs):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         assert await stuck.health() == NOT_SERVING
-        assert stuck.runtime.is_draining()
+        assert stuck.role_server.is_draining()
 
 
 async def test_an_operator_takes_a_worker_out_of_service_and_back() -> None:
-    async with worker() as (drained, _), open_channel(drained.runtime.server.address) as channel:
+    async with worker() as (drained, _), open_channel(drained.role_server.server.address) as channel:
         credentials = Credentials(KEY).metadata()
 
         async def set_draining(draining: bool) -> None:
@@ -192,19 +192,19 @@ async def test_an_operator_takes_a_worker_out_of_service_and_back() -> None:
 
         await set_draining(True)
         await drained.seen_as(WorkerState.DRAINING)
-        assert (await drained.health(), drained.runtime.is_draining()) == (NOT_SERVING, True)
+        assert (await drained.health(), drained.role_server.is_draining()) == (NOT_SERVING, True)
         await set_draining(False)
         await drained.seen_as(WorkerState.READY)
-        assert (await drained.health(), drained.runtime.is_draining()) == (SERVING, False)
+        assert (await drained.health(), drained.role_server.is_draining()) == (SERVING, False)
         drained.told_to_stop.set()
         await drained.draining.wait()
         await set_draining(False)  # a worker that stops is not taken back
-        assert (await drained.health(), drained.runtime.is_draining()) == (NOT_SERVING, True)
+        assert (await drained.health(), drained.role_server.is_draining()) == (NOT_SERVING, True)
 
 
 async def test_an_engine_that_never_comes_back_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(runtime_module.os, "_exit", status.set_result)
+    monkeypatch.setattr(role_server_module.os, "_exit", status.set_result)
     async with worker(stall_after_s=STALL_S, wedged_exit_s=2 * STALL_S) as (stuck, _):
         await stuck.stall()
         async with asyncio.timeout(WAIT_S):
@@ -214,7 +214,7 @@ async def test_an_engine_that_never_comes_back_ends_the_process(monkeypatch: pyt
 async def test_a_watch_for_stalls_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would notice a wedged engine any more, nor that a stall is over."""
     status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(runtime_module.os, "_exit", status.set_result)
+    monkeypatch.setattr(role_server_module.os, "_exit", status.set_result)
 
     def broken() -> str:
         raise LookupError("unforeseen")
@@ -228,24 +228,24 @@ async def test_a_watch_for_stalls_that_fails_ends_the_process(monkeypatch: pytes
 
 async def test_stop_order_not_serving_refuse_drain_stop_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     async with worker() as (stopping, serving):
-        assert not stopping.runtime.is_draining()
+        assert not stopping.role_server.is_draining()
         stopping.told_to_stop.set()
         async with asyncio.timeout(WAIT_S):
             await stopping.draining.wait()
         # It refuses new work, says so, and still serves and computes what it has.
-        assert stopping.runtime.is_draining()
+        assert stopping.role_server.is_draining()
         assert await stopping.health() == NOT_SERVING
         await stopping.seen_as(WorkerState.DRAINING)
         assert (await stopping.engine.call(lambda scheduler: scheduler.load())).num_running == 0
         assert not serving.done()
         stops: list[bool] = []
-        stop = stopping.runtime.server.stop
+        stop = stopping.role_server.server.stop
 
         async def stop_server(grace_s: float) -> None:
             stops.append(stopping.engine._closed)
             await stop(grace_s)
 
-        monkeypatch.setattr(stopping.runtime.server, "stop", stop_server)
+        monkeypatch.setattr(stopping.role_server.server, "stop", stop_server)
         stopping.may_drain.set()
         async with asyncio.timeout(WAIT_S):
             await serving
@@ -257,7 +257,7 @@ async def test_stop_order_not_serving_refuse_drain_stop_engine(monkeypatch: pyte
 
 async def test_a_registry_that_never_answers_does_not_hold_up_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is nobody to say farewell to."""
-    monkeypatch.setattr(runtime_module, "_FAREWELL_S", 10 * WAIT_S)
+    monkeypatch.setattr(role_server_module, "_FAREWELL_S", 10 * WAIT_S)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         stopping = Worker(WorkerSettings(model="m", registry_address=address), Membership(clock), INFO)
@@ -320,7 +320,7 @@ async def test_a_worker_drains_before_it_changes_its_role(ends_in_time: bool) ->
     wanted, number = OTHER_ROLE[INFO.role]
     grace_s = WAIT_S if ends_in_time else 0.2
     async with worker(SWITCHABLE, drain_grace_s=grace_s) as (switching, serving):
-        async with open_channel(switching.runtime.server.address) as channel:
+        async with open_channel(switching.role_server.server.address) as channel:
             await Operator(channel).switch(number)
         await switching.seen_as(WorkerState.DRAINING)
         await switching.draining.wait()
@@ -332,12 +332,15 @@ async def test_a_worker_drains_before_it_changes_its_role(ends_in_time: bool) ->
         assert switching.next_role is wanted
         await switching.seen_as(WorkerState.SWITCHING)
         assert WorkerState.LOST not in switching.seen
-        assert switching.runtime.is_draining(), "nobody gives it work any more"
+        assert switching.role_server.is_draining(), "nobody gives it work any more"
 
 
 @pytest.mark.parametrize("wish", ["own role", "undrain", "drain"])
 async def test_a_switch_is_taken_back_while_the_worker_drains(wish: str) -> None:
-    async with worker(SWITCHABLE) as (switching, serving), open_channel(switching.runtime.server.address) as channel:
+    async with (
+        worker(SWITCHABLE) as (switching, serving),
+        open_channel(switching.role_server.server.address) as channel,
+    ):
         operator = Operator(channel)
         await operator.switch(OTHER_ROLE[INFO.role][1])
         await switching.draining.wait()
@@ -360,12 +363,12 @@ async def test_an_order_after_the_farewell_of_a_switch_is_refused() -> None:
     """The worker cannot carry it out any more, and must not say that it has."""
     async with worker(SWITCHABLE) as (switching, serving):
         switching.may_drain.set()
-        await switching.runtime.switch_role(OTHER_ROLE[INFO.role][0])
+        await switching.role_server.switch_role(OTHER_ROLE[INFO.role][0])
         await switching.seen_as(WorkerState.SWITCHING)
         for order in (
-            switching.runtime.set_draining(True),
-            switching.runtime.set_draining(False),
-            switching.runtime.switch_role(INFO.role),
+            switching.role_server.set_draining(True),
+            switching.role_server.set_draining(False),
+            switching.role_server.switch_role(INFO.role),
         ):
             with pytest.raises(WorkerDraining, match="is changing its role: ask again once it has joined"):
                 await order
@@ -375,12 +378,15 @@ async def test_an_order_after_the_farewell_of_a_switch_is_refused() -> None:
 
 
 async def test_a_stop_during_the_drain_for_a_switch_ends_the_worker() -> None:
-    async with worker(SWITCHABLE) as (switching, serving), open_channel(switching.runtime.server.address) as channel:
+    async with (
+        worker(SWITCHABLE) as (switching, serving),
+        open_channel(switching.role_server.server.address) as channel,
+    ):
         operator = Operator(channel)
         await operator.switch(OTHER_ROLE[INFO.role][1])
         await switching.draining.wait()
         switching.told_to_stop.set()
-        await until(lambda: switching.runtime._is_stopping)
+        await until(lambda: switching.role_server._is_stopping)
         with pytest.raises(grpc.aio.AioRpcError, match="is stopping"):
             await operator.switch(OTHER_ROLE[INFO.role][1])
         switching.may_drain.set()
@@ -390,7 +396,7 @@ async def test_a_stop_during_the_drain_for_a_switch_ends_the_worker() -> None:
 
 
 async def test_a_worker_with_one_role_keeps_it() -> None:
-    async with worker() as (single, _), open_channel(single.runtime.server.address) as channel:
+    async with worker() as (single, _), open_channel(single.role_server.server.address) as channel:
         operator = Operator(channel)
         with pytest.raises(
             grpc.aio.AioRpcError, match="cannot change its role: start it with `tandem up --switchable`"

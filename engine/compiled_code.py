@@ -106,7 +106,7 @@ def code_key(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> s
 def _decoder(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -> str:
     decoder = "compiled" if why_eager(settings, config, layout) is None else "eager"
     recurrent = [] if config.recurrent is None else [config.recurrent.kind]
-    special = {"experts": config.experts, "latent": config.latent, "mixed": config.mixed}
+    special = {"experts": config.experts, "latent": config.latent, "per-layer": config.per_layer}
     return ", ".join([decoder, *recurrent, *(name for name, facts in special.items() if facts is not None)])
 
 

@@ -38,11 +38,11 @@ def view_of_layer(config: ModelConfig, layer: int, windows: Sequence[int]) -> Vi
 
 def block_parts(config: ModelConfig, windows: Sequence[int]) -> list[list[BlockParts]]:
     """How layers of the model share each layer of the cache, in the blocks of each group; nothing if none do."""
-    if config.mixed is None:
+    if config.per_layer is None:
         return []
     whole = BlockParts(1, config.num_kv_heads, config.head_dim)
     parts = [[whole] * num_kv_layers(config, windows) for _ in windows or (0,)]
-    for layer, sizes in enumerate(config.mixed.layers):
+    for layer, sizes in enumerate(config.per_layer.layers):
         place = kv_place(config, layer, windows)
         parts[place.group][place.layer] = BlockParts(place.num_parts, sizes.num_kv_heads, sizes.head_dim)
     return parts

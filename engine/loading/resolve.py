@@ -79,7 +79,7 @@ def fitting_ranks(settings: RunnerSettings, devices: str = "cpu") -> int:
     if size == 1:
         return 1
     settings, config = resolve(settings)
-    if not isinstance(config, ModelConfig) or config.recurrent is not None or config.mixed is not None:
+    if not isinstance(config, ModelConfig) or config.recurrent is not None or config.per_layer is not None:
         return 1
     if not num_gpus and why_eager(settings, config, kv_layout(config, settings)) is not None:
         return 1

@@ -80,7 +80,7 @@ def decoder_memory(
     rank's, by default all that read its KV heads.
     """
     target = AttentionTarget(cache.tensor.device, getattr(torch, settings.dtype), cache.layout)
-    if isinstance(config, ModelConfig) and config.mixed is not None:
+    if isinstance(config, ModelConfig) and config.per_layer is not None:
         layers, windows = range(config.num_layers), cache.layout.windows
         views = {attention_shape(config.of_layer(layer)): view_of_layer(config, layer, windows) for layer in layers}
     else:

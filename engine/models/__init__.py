@@ -6,7 +6,7 @@ parameters.py          maps checkpoint tensors to the parameters of the decoder;
 encodings.py           the encodings of stored matrices, such as int8 (rounding.py), and parameters as they are loaded
 decoder.py             the eager decoder, of layers (layer.py, blocks.py, norms.py, rope.py, latent.py) with matrices of
                        any encoding (linear.py); experts: routing.py and, on a GPU, expert_products.py
-mixed.py, streams.py   additional parts of layers of Gemma 4 and 3n; recurrent/: layers with a state
+per_layer.py, streams.py   additional parts of layers of Gemma 4 and 3n; recurrent/: layers with a state
 adapters.py            LoRA adapters; adapted_linear.py and packed_adapters.py apply them, eager and compiled
 compiled_decoder.py    the same decoder as one compiled loop, for CPUs with AVX2; cpu_support.py says for which models
 loop_*.py              what that loop is called with: constants, memory, threads; rotation_table.py

@@ -16,8 +16,8 @@ from engine.kernels.cpu.arguments import (
     XIELU,
 )
 from engine.kernels.cpu.machine import KEYS, LANES, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
-from engine.models.mixed_config import MixedConfig
 from engine.models.model_config import ModelConfig
+from engine.models.per_layer_config import PerLayerConfig
 from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.kv import KVLayout
 
@@ -69,7 +69,7 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (experts := config.experts) is not None:
         if num_ranks > 1:
             return "experts over several ranks"
-        if config.block not in _ADDED_BLOCKS and config.mixed is None:
+        if config.block not in _ADDED_BLOCKS and config.per_layer is None:
             return f"experts in a block {config.block}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
     if (latent := config.latent) is not None:
@@ -82,19 +82,19 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     for name, width in widths.items():
         if width % PANEL:
             return f"{name} {width}, not a multiple of {PANEL}"
-    if config.mixed is not None and (missing := _why_not_sized(config.mixed, layout)) is not None:
+    if config.per_layer is not None and (missing := _why_not_sized(config.per_layer, layout)) is not None:
         return missing
     return why_not_paged(layout)
 
 
-def _why_not_sized(mixed: MixedConfig, layout: KVLayout) -> str | None:
+def _why_not_sized(per_layer: PerLayerConfig, layout: KVLayout) -> str | None:
     """The reason why the loop cannot compute layers of these sizes, or None if it can."""
-    if mixed.num_streams > 1:
+    if per_layer.num_streams > 1:
         return "several residuals"
-    widths = [mixed.input_width, *(sizes.intermediate_size for sizes in mixed.layers)]
+    widths = [per_layer.input_width, *(sizes.intermediate_size for sizes in per_layer.layers)]
     if wrong := next((width for width in widths if width % PANEL), None):
         return f"layers with inputs or MLPs of {wrong}, not a multiple of {PANEL}"
-    reasons = (why_not_paged(replace(layout, head_dim=sizes.head_dim)) for sizes in mixed.layers)
+    reasons = (why_not_paged(replace(layout, head_dim=sizes.head_dim)) for sizes in per_layer.layers)
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -22,8 +22,8 @@ from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ExpertProducts, why_not_on_device
 from engine.models.layer import run_layer, take_layer, take_norm
 from engine.models.linear import LinearLayer, Ops, Rows, make_linear
-from engine.models.mixed import LayerInputs, take_mixed_layer
 from engine.models.model_config import ModelConfig
+from engine.models.per_layer import LayerInputs, take_sized_layer
 from engine.models.rank_group import SummingGroup
 from engine.models.recurrent.for_kernels import KINDS
 from engine.models.recurrent.mixer import RecurrentMixer
@@ -72,14 +72,14 @@ class Decoder:
             self._output = Output(parameters, config, self._embedding.weight)
         numbers, linears = range(self.layers.first, self.layers.end), self._adapters
         self._layers = [take_layer(parameters, n, config, ranks, linears, self._expert_products) for n in numbers]
-        mixed = enumerate(self._layers if config.mixed is not None else ())
-        self._mixed = [take_mixed_layer(parameters, index, config, linears, layer) for index, layer in mixed]
-        has_inputs = config.mixed is not None and config.mixed.input_width
+        numbered = enumerate(self._layers if config.per_layer is not None else ())
+        self._sized_layers = [take_sized_layer(parameters, index, config, linears, layer) for index, layer in numbered]
+        has_inputs = config.per_layer is not None and config.per_layer.input_width
         self._layer_inputs = LayerInputs(parameters, config) if has_inputs else None
         windows = self._cache.layout.windows
         self._views = [view_of_layer(config, layer, windows) for layer in range(config.num_layers)]
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a step, of `_read_later`
-        self._read_later = set() if config.mixed is None else config.mixed.read_later
+        self._read_later = set() if config.per_layer is None else config.per_layer.read_later
         self._like = self._layers[0].like
         self._ropes = ropes_of(config, self._like.device, self._like.dtype)
 
@@ -128,9 +128,9 @@ class Decoder:
             for index in range(first, stop):
                 rotation = rotations[rope_of_layer(self.config, index)] if rotations else None
                 attend = partial(self._attend, index, seen[self._views[index]])
-                if self._mixed:
+                if self._sized_layers:
                     own_inputs = None if inputs is None else inputs[index]
-                    residual = self._mixed[index](residual, rotation, attend, own_inputs)
+                    residual = self._sized_layers[index](residual, rotation, attend, own_inputs)
                     continue
                 layer, recur = self._layers[index - self.layers.first], partial(self._recur, index, metadata)
                 residual = run_layer(layer, self._heads, residual, rotation, attend, recur)
@@ -147,8 +147,8 @@ class Decoder:
         view, attention = self._views[index], self._attention
         window = self.config.windows[index] if view.chunk is None else None
         layer_cache, scale = self._cache.layer(view.layer), self._scales.get(index)
-        if self.config.mixed is not None:
-            heads, source = self._mixed[index].heads, self.config.mixed.layers[index].kv_source
+        if self.config.per_layer is not None:
+            heads, source = self._sized_layers[index].heads, self.config.per_layer.layers[index].kv_source
             attention, scale = self._attentions[heads], self._scales.get(source)
             layer_cache = parts_of(layer_cache, view.num_parts, heads)
             keys, values = self._own_or_kept(index, source, keys, values)

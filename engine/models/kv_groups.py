@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from engine.models.mixed_config import KVPlace
 from engine.models.model_config import ModelConfig
+from engine.models.per_layer_config import KVPlace
 from mesh.domain.kv import Span, equal_parts
 
 _MAX_GROUPS = 12
@@ -86,7 +86,7 @@ def _count_groups(config: ModelConfig, runs: list[list[int]]) -> Counter[_Kind]:
 
 def _kind(config: ModelConfig, layer: int) -> _Kind:
     window = config.windows[layer]
-    num_parts = 1 if config.mixed is None else config.mixed.place(layer).num_parts
+    num_parts = 1 if config.per_layer is None else config.per_layer.place(layer).num_parts
     return _Kind(window if window is not None and window < config.max_model_len else 0, num_parts)
 
 
@@ -102,7 +102,7 @@ def kv_place(config: ModelConfig, layer: int, windows: Sequence[int]) -> KVPlace
     """The place of the KV that a layer reads, in a layout with these windows."""
     if windows and (grouping := _grouping_of(config)) is not None:
         return grouping.places[layer]
-    return KVPlace(config.num_kv_layers_before(layer)) if config.mixed is None else config.mixed.place(layer)
+    return KVPlace(config.num_kv_layers_before(layer)) if config.per_layer is None else config.per_layer.place(layer)
 
 
 def num_kv_layers(config: ModelConfig, windows: Sequence[int]) -> int:

@@ -180,7 +180,7 @@ class Layer:
     post_norm: Norm | None
     mlp: Mlp | None
     mlp_out_norm: Norm | None
-    mlp_beside: DenseMlp | None = None  # beside experts, see engine/models/mixed.py
+    mlp_beside: DenseMlp | None = None  # beside experts, see engine/models/per_layer.py
     gates_attention: bool = False
     recurrent: RecurrentPart | None = None
 
@@ -235,7 +235,7 @@ def take_layer(
         post_norm=norms.get("post_norm", norms.get("input_norm")),
         mlp=mlp if summing is None or mlp is None else Summed(mlp, summing),
         mlp_out_norm=norms.get("mlp_out_norm"),
-        mlp_beside=take_mlp(parameters, prefix, config, linears) if config.mixed is not None and facts else None,
+        mlp_beside=take_mlp(parameters, prefix, config, linears) if config.per_layer is not None and facts else None,
         gates_attention=config.attention_gate,
         recurrent=take_recurrent(parameters, prefix, config, index, linears.make_linear),
     )

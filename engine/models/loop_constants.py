@@ -87,7 +87,7 @@ def model_constants(
 
 def head_shapes(config: ModelConfig, cache: KVCache, layers: Sequence[int]) -> list[HeadShape]:
     """The heads of each of these layers whose KV this cache has."""
-    if config.mixed is None:
+    if config.per_layer is None:
         heads = attention_shape(config).shard(cache.span.heads)
         return [head_shape(heads, cache.layer(cache.span.layers.first))] * len(layers)
     shapes = []
@@ -101,7 +101,7 @@ def parts_of_blocks(config: ModelConfig, windows: Sequence[int]) -> list[tuple[i
     """The parts of blocks in which layers have their KV: (group, number, parts of a block); nothing if all have whole
     blocks.
     """
-    if config.mixed is None:
+    if config.per_layer is None:
         return []
     return sorted({_part_of(view_of_layer(config, layer, windows)) for layer in range(config.num_layers)})
 
@@ -126,7 +126,7 @@ def _widths(config: ModelConfig) -> tuple[int, int]:
 
 def _inputs(config: ModelConfig, packed: PackedDecoder) -> LayerInputs:
     """The projection is not scaled by hidden_size ** -0.5, so the norm's epsilon is."""
-    width = 0 if config.mixed is None else config.mixed.input_width
+    width = 0 if config.per_layer is None else config.per_layer.input_width
     return LayerInputs(width, packed.layer_inputs_norm, np.float32(config.norm_eps * config.hidden_size))
 
 
@@ -153,7 +153,7 @@ def _family(config: ModelConfig) -> Family:
         inner_factor=np.float32(config.activation_factors[1]),
         centred_heads=config.norm == "layer",
         norms_rotated=config.qk_norm_rotated,
-        norms_values=config.mixed is not None,
+        norms_values=config.per_layer is not None,
         clip_qkv=np.float32(config.clip_qkv or 0.0),
         gates_attention=config.attention_gate,
     )
@@ -217,5 +217,5 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
         gated=config.gated,
         activation=KERNEL_ACTIVATIONS[config.activation],
         scales_inputs=facts.scales_inputs,
-        are_beside=config.mixed is not None and config.experts is not None,
+        are_beside=config.per_layer is not None and config.experts is not None,
     )

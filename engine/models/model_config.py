@@ -26,7 +26,7 @@ from checkpoint.config_json import (
 )
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent_config import LatentConfig
-from engine.models.mixed_config import MixedConfig
+from engine.models.per_layer_config import PerLayerConfig
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.tensor_names import LLAMA_NAMES, TensorNames
 from mesh.domain.errors import ConfigurationError
@@ -194,7 +194,8 @@ class ModelConfig:
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
     latent: LatentConfig | None = field(default=None, repr=False)
-    mixed: MixedConfig | None = field(default=None, repr=False)  # then the sizes here are KVLayout's: see `of_layer`
+    per_layer: PerLayerConfig | None = field(default=None, repr=False)
+    """With it the sizes here are KVLayout's: see `of_layer`."""
 
     clip_qkv: float | None = field(default=None, repr=False)
     """Limit of the magnitude of queries, keys and values, before norms and rotation."""
@@ -238,7 +239,7 @@ class ModelConfig:
     @property
     def num_streams(self) -> int:
         """Residuals side by side, see engine/models/streams.py."""
-        return 1 if self.mixed is None else self.mixed.num_streams
+        return 1 if self.per_layer is None else self.per_layer.num_streams
 
     @property
     def residual_width(self) -> int:
@@ -265,7 +266,7 @@ class ModelConfig:
 
     def kv_source(self, layer: int) -> int:
         """The layer whose KV this one reads."""
-        return layer if self.mixed is None else self.mixed.layers[layer].kv_source
+        return layer if self.per_layer is None else self.per_layer.layers[layer].kv_source
 
     @property
     def num_kv_layers(self) -> int:
@@ -276,11 +277,11 @@ class ModelConfig:
         """This model with the facts of one layer."""
         if not self.qk_norm_weight and layer in self.unrotated:
             return replace(self, qk_norm=False)
-        return self if self.mixed is None else replace(self, **self.mixed.facts_of(layer, self.tensors))
+        return self if self.per_layer is None else replace(self, **self.per_layer.facts_of(layer, self.tensors))
 
     def num_kv_layers_before(self, layer: int) -> int:
-        if self.mixed is not None:
-            return self.mixed.num_kv_layers_before(layer)
+        if self.per_layer is not None:
+            return self.per_layer.num_kv_layers_before(layer)
         return layer if self.recurrent is None else self.recurrent.num_kv_before(layer)
 
     def kv_layers(self, computed: Span) -> Span:

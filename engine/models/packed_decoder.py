@@ -20,22 +20,22 @@ from engine.models.encodings import IN_STEPS, OUTPUT, PACKED, Forms, LinearParam
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
-from engine.models.packed_mixed import (
+from engine.models.packed_per_layer import (
     LAYER_INPUT,
-    MIXED_NORMS,
+    PER_LAYER_NORMS,
     PROJECTION,
     input_shapes,
     take_layer_inputs,
-    take_mixed_head_norms,
     take_norms,
     take_scalars,
+    take_sized_head_norms,
 )
 from engine.models.packed_weights import PackedDecoder, qkv_width
 from engine.models.recurrent.for_kernels import stacked
 from engine.models.recurrent.kinds import take_recurrence
 from engine.models.share import RankShare
 
-_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", *MIXED_NORMS)
+_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", *PER_LAYER_NORMS)
 """In the order of the kernels' numbers; see engine/kernels/cpu/arguments.py."""
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8, IN_STEPS: torch.int64}
 _EXACT_LATENT_OUTPUTS = (torch.float8_e4m3fn, torch.float32)
@@ -136,14 +136,14 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
 
 def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices, in the order of the kernels' numbers."""
-    mixed = config.mixed
-    names = list(LAYER_INPUT) if mixed is not None and mixed.input_width else []
+    per_layer = config.per_layer
+    names = list(LAYER_INPUT) if per_layer is not None and per_layer.input_width else []
     names += ["recurrent_in", "recurrent_out"] if config.is_recurrent(layer) else []
     if has_attention(config, layer):
         names += ["q_b", "qkv", "o"] if config.latent is not None and config.latent.query_rank else ["qkv", "o"]
     if not has_mlp(config, layer):
         return tuple(names)
-    parts = [""] if mixed is not None or not has_experts(config, layer) else []
+    parts = [""] if per_layer is not None or not has_experts(config, layer) else []
     if (experts := config.experts) is not None and has_experts(config, layer):
         parts += [f"experts.{number}." for number in range(experts.num_experts)]
         parts += ["shared."] if experts.shared_size else []
@@ -169,7 +169,7 @@ def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
         router_biases=np.zeros((num_layers, experts.num_experts if experts.router_bias else 0), np.float32),
         choice_biases=np.zeros((num_layers, experts.num_experts if experts.choice_bias else 0), np.float32),
         shared_gates=np.zeros((num_layers, int(experts.shared_gate), hidden), np.float32),
-        expert_factors=np.zeros((num_layers, experts.num_experts if config.mixed is not None else 0), np.float32),
+        expert_factors=np.zeros((num_layers, experts.num_experts if config.per_layer is not None else 0), np.float32),
     )
 
 
@@ -233,19 +233,19 @@ def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Flo
     taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in BLOCKS[config.block]}
     taken.setdefault("input_norm", next(iter(taken.values())))  # not read if the block has no such norm
     taken.setdefault("post_norm", taken["input_norm"])
-    if config.mixed is not None:
-        taken = dict.fromkeys(MIXED_NORMS, taken["input_norm"]) | taken | take_norms(parameters, layer, config)
+    if config.per_layer is not None:
+        taken = dict.fromkeys(PER_LAYER_NORMS, taken["input_norm"]) | taken | take_norms(parameters, layer, config)
     return np.stack([taken[name] for name in _NORMS if name in taken])
 
 
 def has_head_norms(config: ModelConfig, layer: int) -> bool:
     """True if heads of the layer are normed."""
-    return config.mixed is not None or (config.of_layer(layer).qk_norm and has_attention(config, layer))
+    return config.per_layer is not None or (config.of_layer(layer).qk_norm and has_attention(config, layer))
 
 
 def _head_norms(parameters: Parameters, layer: int, config: ModelConfig) -> Floats:
-    if config.mixed is not None:
-        return take_mixed_head_norms(parameters, layer, config)
+    if config.per_layer is not None:
+        return take_sized_head_norms(parameters, layer, config)
     if not config.qk_norm:
         return np.empty((0, config.head_dim), np.float32)
     if not has_head_norms(config, layer):
@@ -303,8 +303,8 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, parameters: Parameters
         if not has_mlp(config, layer):
             continue
         own = config.of_layer(layer).intermediate_size
-        dense = mlp(share.inner.count if config.mixed is None else own, own)
-        if config.mixed is not None or not has_experts(config, layer):
+        dense = mlp(share.inner.count if config.per_layer is None else own, own)
+        if config.per_layer is not None or not has_experts(config, layer):
             shapes += dense
         shapes += routed if has_experts(config, layer) else []
     names += [PROJECTION] * len(of_model)
@@ -341,7 +341,7 @@ def _mixing_shapes(config: ModelConfig, share: RankShare, layer: int, group: int
     own = config.of_layer(layer)
     output = MatrixShape(share.hidden.count, own.num_heads * own.result_dim, group=group)
     if (latent := config.latent) is None:
-        heads = attention_shape(own) if config.mixed is not None else attention_shape(own).shard(share.heads)
+        heads = attention_shape(own) if config.per_layer is not None else attention_shape(own).shard(share.heads)
         qkv = qkv_width(heads, own) if config.stores_kv(layer) else heads.num_heads * heads.head_dim
         return [*shapes, MatrixShape(qkv, config.hidden_size, group=group), output]
     q_width = config.num_heads * (config.rope.dim + latent.plain_dim)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.latent_config import LatentConfig
-from engine.models.mixed_parameters import add_mixed
 from engine.models.model_config import ModelConfig
+from engine.models.per_layer_parameters import add_per_layer
 from engine.models.recurrent.parameters import add_recurrent
 from engine.models.row_orders import heads_of_one_tensor, rotary_order
 from mesh.domain.kv import Span
@@ -124,8 +124,8 @@ def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
         model.add("lm_head_bias", (vocab,), [Source(f"{names.lm_head}.bias", (vocab,))])
     for layer in range(config.num_layers):
         model.specs += _layer_specs(config.of_layer(layer), layer)
-    if config.mixed is not None:
-        add_mixed(model, config)
+    if config.per_layer is not None:
+        add_per_layer(model, config)
     return model.specs
 
 
@@ -203,7 +203,7 @@ def _add_stacked(builder: "SpecBuilder", config: ModelConfig, expert: int) -> No
 def _add_attention(builder: "SpecBuilder", config: ModelConfig) -> None:
     names, head_dim = config.tensors, config.head_dim
     order = np.arange(head_dim)
-    if config.positions == "rotary" and config.mixed is None:
+    if config.positions == "rotary" and config.per_layer is None:
         order = np.array(rotary_order(head_dim, config.rope.dim, interleaved=names.interleaved_rotary))
     tensors = [
         (name, num_rows, None if np.array_equal(rows, np.arange(num_rows)) else rows)

@@ -223,7 +223,7 @@ def _parse(raw: RawConfig, rope: RopeOverride) -> AnyConfig:
     raw = with_usual_activations(raw)
     raw = {**raw, **{key: value for key, value in family.unsaid.items() if raw.get(key) is None}}
     config = family.facts(plain_config(raw, name), raw)
-    if config.mixed is None and isinstance(raw.get("intermediate_size"), list):
+    if config.per_layer is None and isinstance(raw.get("intermediate_size"), list):
         raise ConfigurationError("config.json: intermediate_size must be a positive integer, not a list")
     has_rotary = config.positions == "rotary" and len(config.unrotated) < config.num_layers
     _require_rotary(rope, name, has_rotary=has_rotary)
@@ -274,7 +274,7 @@ def _check(config: ModelConfig) -> None:
         )
     if config.positions == "rotary":
         for rope in (config.rope, *([] if config.window_rope is None else [config.window_rope])):
-            _check_rope(rope, config.head_dim if config.mixed is None else rope.dim)
+            _check_rope(rope, config.head_dim if config.per_layer is None else rope.dim)
     if config.experts is not None:
         check_experts(config.experts)
     if config.recurrent is not None:
@@ -294,7 +294,9 @@ def _check(config: ModelConfig) -> None:
 
 def _check_sizes(config: ModelConfig) -> None:
     """Raise ConfigurationError for sizes of no model: rows are numbered in memory before any tensor is looked for."""
-    layers = (config.of_layer(layer) for layer in range(config.num_layers)) if config.mixed is not None else (config,)
+    layers = (
+        (config.of_layer(layer) for layer in range(config.num_layers)) if config.per_layer is not None else (config,)
+    )
     for sizes in layers:
         latent, recurrent = sizes.latent, sizes.recurrent
         counts = {

@@ -114,7 +114,7 @@ def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> l
         unrotated = RopeConfig("default", config.rope.theta, 0, config.rope.original_positions)
         ropes.append(config.unrotated_rope or unrotated)
     # Where heads of layers differ in width, all of a head is rotated.
-    widths = [config.rotated_width if config.mixed is None else rope.dim for rope in ropes]
+    widths = [config.rotated_width if config.per_layer is None else rope.dim for rope in ropes]
     return [RotaryEmbedding(*each, device, dtype) for each in zip(ropes, widths, strict=True)]
 
 

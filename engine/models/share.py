@@ -67,7 +67,7 @@ def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> 
         raise ConfigurationError(
             f"{degrees} ranks do not fit {config.architecture}: ranks cannot divide recurrent layers yet; use 1"
         )
-    if config.mixed is not None and degrees.num_ranks > 1:
+    if config.per_layer is not None and degrees.num_ranks > 1:
         raise ConfigurationError(
             f"{degrees} ranks do not fit {config.architecture}: ranks cannot divide layers with heads of several sizes "
             "yet; use 1"

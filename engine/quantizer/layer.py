@@ -15,8 +15,8 @@ from engine.models.activations import Activation
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.layer import Experts, Mlp, SharedExpert, run_layer, take_layer
 from engine.models.linear import FloatOps
-from engine.models.mixed import take_mixed_layer
 from engine.models.model_config import ModelConfig
+from engine.models.per_layer import take_sized_layer
 from engine.models.recurrent.mixer import RecurrentMixer
 from engine.models.rope import RotaryEmbedding, rope_of_layer
 from engine.models.rounding import one_thread
@@ -160,8 +160,8 @@ class FloatLayer:
         self.config = config
         self.index = index
         self.layer = take_layer(parameters, index, config, None, linears)
-        has_sizes = config.mixed is not None
-        self._mixed = take_mixed_layer(parameters, index, config, linears, self.layer) if has_sizes else None
+        has_sizes = config.per_layer is not None
+        self._sized_layer = take_sized_layer(parameters, index, config, linears, self.layer) if has_sizes else None
         self.linears: Mapping[str, FloatLinear] = linears.made
         self.routers = _routers(self.layer.mlp)
         self.changed: dict[str, Tensor] = {}
@@ -190,12 +190,12 @@ class FloatLayer:
             with one_thread():  # as in _OneThreadOps
                 rotation = ropes[rope_of_layer(self.config, self.index)].rotation(pack.positions, pack.lengths)
         attend, recur = partial(self._attend, pack, kept), partial(_recur, pack)
-        if self._mixed is not None:
-            return self._mixed(residual, rotation, attend, inputs)
+        if self._sized_layer is not None:
+            return self._sized_layer(residual, rotation, attend, inputs)
         return run_layer(self.layer, self._heads, residual, rotation, attend, recur)
 
     def _attend(self, pack: PackedPrompts, kept: KeptKV, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        window, facts = self.config.windows[self.index], self.config.mixed
+        window, facts = self.config.windows[self.index], self.config.per_layer
         if facts is not None and not self.config.stores_kv(self.index):
             keys, values = kept[facts.layers[self.index].kv_source]
         elif facts is not None and self.index in facts.read_later:

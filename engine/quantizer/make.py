@@ -27,8 +27,8 @@ from engine.loading.weights import WeightsTarget, load_weights
 from engine.memory import return_freed_memory
 from engine.models.decoder import Embedding, Output
 from engine.models.encodings import OUTPUT
-from engine.models.mixed import LayerInputs
 from engine.models.parameters import ParameterSpec, Source, tied_names
+from engine.models.per_layer import LayerInputs
 from engine.models.recurrent.parameters import UNQUANTIZED
 from engine.models.rope import ropes_of
 from engine.quantized_formats.matrix import QuantizedMatrix
@@ -186,7 +186,7 @@ class _Maker:
         self._parameters = load_weights(checkpoint.folder, checkpoint.specs, _TARGET, tied=tied_names(config))
         embedding = Embedding(self._parameters, config)
         self._ropes = ropes_of(config, _TARGET.device, _TARGET.dtype)
-        has_inputs = config.mixed is not None and config.mixed.input_width
+        has_inputs = config.per_layer is not None and config.per_layer.input_width
         self._layer_inputs = LayerInputs(self._parameters, config) if has_inputs else None
         self._num_held_out = len(held_out)
         judging, calibrating = list(pack_prompts(held_out)), list(pack_prompts(calibration))

@@ -30,7 +30,7 @@ def require_norms(config: ModelConfig) -> None:
         reason = "no norm is before the matrices"
     elif not config.norm_weight:
         reason = "the checkpoint has no weights of norms"
-    elif config.mixed is not None:
+    elif config.per_layer is not None:
         reason = "its values have a norm, and its experts one of their own"
     else:
         return

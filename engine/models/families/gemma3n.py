@@ -8,8 +8,8 @@ from checkpoint.config_json import RawConfig, flag, integer, integers, numbers, 
 from engine.models.families.gemma import rope_and_local_rope
 from engine.models.families.gemma4 import kv_sources
 from engine.models.families.layer_kinds import windows_but_every
-from engine.models.mixed_config import LayerSizes, MixedConfig
 from engine.models.model_config import ModelConfig, sliding_window
+from engine.models.per_layer_config import LayerSizes, PerLayerConfig
 from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
@@ -46,7 +46,7 @@ def gemma3n(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         counts_scaled_positions=True,
         rope=rope,
         window_rope=window_rope,
-        mixed=MixedConfig(
+        per_layer=PerLayerConfig(
             layers=tuple(
                 LayerSizes(head_dim, kv_heads, inner, source)
                 for inner, source in zip(_inner_sizes(plain, raw), sources, strict=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from checkpoint.config_json import RawConfig, flag, integer, optional_number, refuse, rope_section, section
 from engine.models.experts_config import ExpertsConfig
 from engine.models.families.layer_kinds import windows_but_every
-from engine.models.mixed_config import LayerSizes, MixedConfig, common_row
 from engine.models.model_config import ModelConfig, RopeConfig, parse_rope, sliding_window
+from engine.models.per_layer_config import LayerSizes, PerLayerConfig, common_row
 from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
@@ -50,7 +50,9 @@ def gemma4(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         rope=rope,
         window_rope=window_rope,
         experts=_experts(plain, raw) if flag(raw, "enable_moe_block", default=False) else None,
-        mixed=MixedConfig(layers, width, integer(raw, "vocab_size_per_layer_input", default=262_144) if width else 0),
+        per_layer=PerLayerConfig(
+            layers, width, integer(raw, "vocab_size_per_layer_input", default=262_144) if width else 0
+        ),
     )
 
 

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 
 from engine.models.kv_groups import group_windows, kv_place, num_final_kv_layers, num_kv_layers, stage_layers
-from engine.models.mixed_config import LayerSizes, MixedConfig, common_row
 from engine.models.model_config import ModelConfig, RopeConfig
+from engine.models.per_layer_config import LayerSizes, PerLayerConfig, common_row
 from mesh.domain.kv import equal_parts
 
 PATTERN = (None, 1024)
-MIXED = {  # layers, those that read KV of earlier ones, and rows with a window and without
+GEMMA_4 = {  # layers, those that read KV of earlier ones, and rows with a window and without
     "E2B": (35, 20, 5, (1, 256), (1, 512)),
     "E4B": (42, 18, 6, (2, 256), (2, 512)),
     "26B-A4B": (30, 0, 6, (8, 256), (2, 512)),
@@ -20,12 +20,12 @@ MIXED = {  # layers, those that read KV of earlier ones, and rows with a window 
 
 
 def model(
-    windows: tuple[int | None, ...], *, are_chunks: bool = False, mixed: MixedConfig | None = None
+    windows: tuple[int | None, ...], *, are_chunks: bool = False, per_layer: PerLayerConfig | None = None
 ) -> ModelConfig:
-    heads, dim = (4, 64) if mixed is None else common_row(mixed.layers)
+    heads, dim = (4, 64) if per_layer is None else common_row(per_layer.layers)
     rope = RopeConfig("default", 1e4, dim, 2**17)
     sizes = (100, 64, 64, len(windows), 8, heads, dim, 2**17)
-    return ModelConfig("M", *sizes, rope, windows, "float32", windows_are_chunks=are_chunks, mixed=mixed)
+    return ModelConfig("M", *sizes, rope, windows, "float32", windows_are_chunks=are_chunks, per_layer=per_layer)
 
 
 def every(pattern: int, num_layers: int, window: int) -> tuple[int | None, ...]:
@@ -33,7 +33,7 @@ def every(pattern: int, num_layers: int, window: int) -> tuple[int | None, ...]:
     return tuple(None if (layer + 1) % pattern == 0 else window for layer in range(num_layers))
 
 
-def mixed(
+def gemma_4(
     num_layers: int, num_shared: int, pattern: int, narrow: tuple[int, int], wide: tuple[int, int]
 ) -> ModelConfig:
     windows, first_shared = every(pattern, num_layers, 512), num_layers - num_shared
@@ -42,7 +42,7 @@ def mixed(
         last = max((n for n in range(first_shared) if windows[n] == window), default=layer)
         heads, dim = wide if window is None else narrow
         layers.append(LayerSizes(dim, heads, 64, layer if layer < first_shared else last))
-    return model(windows, mixed=MixedConfig(tuple(layers)))
+    return model(windows, per_layer=PerLayerConfig(tuple(layers)))
 
 
 MODELS = {
@@ -55,10 +55,10 @@ MODELS = {
     "Command R7B": (model(every(4, 32, 4096)), 8, (0, *[4096] * 3)),
     "Mistral v0.1": (model((4096,) * 32), 32, (4096,)),
     "Llama 4 Scout": (model(every(4, 48, 8192), are_chunks=True), 12, (0, *[8192] * 3)),
-    "Gemma 4 E2B": (mixed(*MIXED["E2B"]), 3, (0, 512, 512)),
-    "Gemma 4 E4B": (mixed(*MIXED["E4B"]), 2, (0, 0, *[512] * 5)),
-    "Gemma 4 26B-A4B": (mixed(*MIXED["26B-A4B"]), 3, (0, *[512] * 9)),
-    "Gemma 4 31B": (mixed(*MIXED["31B"]), 5, (0, *[512] * 10)),
+    "Gemma 4 E2B": (gemma_4(*GEMMA_4["E2B"]), 3, (0, 512, 512)),
+    "Gemma 4 E4B": (gemma_4(*GEMMA_4["E4B"]), 2, (0, 0, *[512] * 5)),
+    "Gemma 4 26B-A4B": (gemma_4(*GEMMA_4["26B-A4B"]), 3, (0, *[512] * 9)),
+    "Gemma 4 31B": (gemma_4(*GEMMA_4["31B"]), 5, (0, *[512] * 10)),
     "no window": (model((None,) * 4), 4, ()),
     "windows of the last layers only": (model((None,) * 21 + (512,) * 7), 28, ()),
 }
@@ -93,7 +93,7 @@ def test_layers_are_final_once_all_of_them_are_computed(name: str) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][0].mixed is None])
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][0].per_layer is None])
 def test_stages_hold_whole_layers_of_every_block(name: str, num_stages: int) -> None:
     """Else the layout is another, so that nobody sends such a worker other KV."""
     config, num_layers, windows = MODELS[name]

@@ -13,14 +13,17 @@ LAYER_INPUT = ("input_gate", "input_projection")
 PROJECTION = "layer_inputs_projection"
 
 
-MIXED_NORMS = ("input_out_norm", "mlp_only_norm", "router_norm", "experts_norm", "experts_out_norm")
+PER_LAYER_NORMS = ("input_out_norm", "mlp_only_norm", "router_norm", "experts_norm", "experts_out_norm")
 """Norms of a layer in addition to those of a sandwich: of its input, and of experts beside the MLP."""
 
 
 def take_norms(parameters: Parameters, layer: str, config: ModelConfig) -> dict[str, Floats]:
-    """The layer's norms of MIXED_NORMS, [1, hidden] each."""
-    assert config.mixed is not None
-    names = (*MIXED_NORMS[: int(config.mixed.input_width > 0)], *(MIXED_NORMS[1:] if config.experts else ()))
+    """The layer's norms of PER_LAYER_NORMS, [1, hidden] each."""
+    assert config.per_layer is not None
+    names = (
+        *PER_LAYER_NORMS[: int(config.per_layer.input_width > 0)],
+        *(PER_LAYER_NORMS[1:] if config.experts else ()),
+    )
     taken: dict[str, Floats] = {name: parameters.take(f"{layer}.{name}").float()[None].numpy() for name in names}
     if config.experts is not None:
         taken["router_norm"] = taken["router_norm"] * np.float32(config.hidden_size**-0.5)
@@ -29,16 +32,16 @@ def take_norms(parameters: Parameters, layer: str, config: ModelConfig) -> dict[
 
 def input_shapes(config: ModelConfig, group: int) -> tuple[list[MatrixShape], list[MatrixShape]]:
     """Of LAYER_INPUT, and of PROJECTION: nothing, if layers add nothing for the token itself."""
-    if config.mixed is None or not config.mixed.input_width:
+    if config.per_layer is None or not config.per_layer.input_width:
         return [], []
-    width, hidden = config.mixed.input_width, config.hidden_size
+    width, hidden = config.per_layer.input_width, config.hidden_size
     of_layer = [MatrixShape(width, hidden, group=group), MatrixShape(hidden, width, group=group)]
     return of_layer, [MatrixShape(config.num_layers * width, hidden, group=group)]
 
 
 def take_layer_inputs(parameters: Parameters, config: ModelConfig) -> tuple[Array, Floats]:
     """The table, and the norm of projections: see PackedDecoder."""
-    if config.mixed is None or not config.mixed.input_width:
+    if config.per_layer is None or not config.per_layer.input_width:
         return np.empty((0, 0), np.float32), np.empty((1, 0), np.float32)
     norm: Floats = parameters.take("layer_inputs_norm").float()[None].numpy()
     return as_array(parameters.take("layer_inputs")), norm
@@ -46,16 +49,16 @@ def take_layer_inputs(parameters: Parameters, config: ModelConfig) -> tuple[Arra
 
 def take_scalars(parameters: Parameters, config: ModelConfig, layers: range) -> Floats:
     """The factors of the residual after each of these layers."""
-    if config.mixed is None:
+    if config.per_layer is None:
         return np.ones(len(layers), np.float32)
     scalars: Floats = torch.cat([parameters.take(f"layers.{layer}.scalar").float() for layer in layers]).numpy()
     return scalars
 
 
-def take_mixed_head_norms(parameters: Parameters, layer: int, config: ModelConfig) -> Floats:
+def take_sized_head_norms(parameters: Parameters, layer: int, config: ModelConfig) -> Floats:
     """Weights of norms of queries, keys and values, [3, largest head_dim]; ones if there are none."""
-    assert config.mixed is not None
-    weights: Floats = np.ones((3, max(sizes.head_dim for sizes in config.mixed.layers)), np.float32)
+    assert config.per_layer is not None
+    weights: Floats = np.ones((3, max(sizes.head_dim for sizes in config.per_layer.layers)), np.float32)
     for kind, name in enumerate(("q_norm", "k_norm") if config.stores_kv(layer) else ("q_norm",)):
         taken = parameters.take(f"layers.{layer}.{name}").float().numpy()
         weights[kind, : len(taken)] = taken

@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.models.mixed_config import MixedConfig
     from engine.models.model_config import ModelConfig
     from engine.models.parameters import SpecBuilder
+    from engine.models.per_layer_config import PerLayerConfig
 
 
-def add_mixed(model: "SpecBuilder", config: "ModelConfig") -> None:
+def add_per_layer(model: "SpecBuilder", config: "ModelConfig") -> None:
     """Add those of the model and of all layers."""
-    facts = config.mixed
+    facts = config.per_layer
     assert facts is not None
     width, total = facts.input_width, config.num_layers * facts.input_width
     if width:
@@ -39,7 +39,7 @@ def add_mixed(model: "SpecBuilder", config: "ModelConfig") -> None:
             _add_beside(builder, config.of_layer(layer), config.experts.num_experts)
 
 
-def _add_streams(builder: "SpecBuilder", hidden_size: int, facts: "MixedConfig") -> None:
+def _add_streams(builder: "SpecBuilder", hidden_size: int, facts: "PerLayerConfig") -> None:
     """Add what mixes a layer's residuals, and the narrow matrices beside attention."""
     count = facts.num_streams
     builder.norm("streams_norm", "altup.router_norm")

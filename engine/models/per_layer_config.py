@@ -1,4 +1,4 @@
-"""MixedConfig: a model whose layers differ in their heads and MLPs, and may read the KV of an earlier layer. Data only.
+"""PerLayerConfig: heads and MLPs that differ by layer, and layers that read the KV of an earlier one. Data only.
 
 All layers share one KVLayout. Its row, the keys of a token in a layer, is that of the widest layer. A narrower layer
 takes one of several equal parts of each block instead, and as many such layers share a layer of the cache. So blocks
@@ -43,7 +43,7 @@ class KVPlace(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MixedConfig:
+class PerLayerConfig:
     """Facts of Gemma 4 and 3n. `input_width`: of what each layer adds for the token itself (per-layer embeddings), 0
     without; `input_vocab`: tokens that have such rows, the others have the first one.
 

@@ -1,6 +1,6 @@
 """Layers of Gemma 4 and 3n in the eager decoder: norms of queries, keys and values; an MLP beside the experts; what a
-layer adds for the token itself; a factor of the residual, or several residuals. `engine.models.mixed_config` has the
-sizes, which differ by layer.
+layer adds for the token itself; a factor of the residual, or several residuals. `engine.models.per_layer_config` has
+the sizes, which differ by layer.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class MixedLayer:
+class SizedLayer:
     """A layer with the parts that only these models have. `k_norm` is None if it reads the KV of an earlier layer. With
     `streams` the residual is that of all streams, and there is no scalar.
     """
@@ -130,15 +130,15 @@ class MixedLayer:
         return queries, rotate(self.k_norm(keys), rotation.cos, rotation.sin), rms_norm(values, ones, self.k_norm.eps)
 
 
-def take_mixed_layer(
+def take_sized_layer(
     parameters: Parameters,
     index: int,
     config: ModelConfig,
     linears: "LinearLayers",
     layer: "Layer",
-) -> MixedLayer:
+) -> SizedLayer:
     """Take the parameters that layer `index` has in these models only, and build it around the plain `layer`."""
-    facts, config = config.mixed, config.of_layer(index)
+    facts, config = config.per_layer, config.of_layer(index)
     assert facts is not None
     prefix = f"layers.{index}."
 
@@ -160,7 +160,7 @@ def take_mixed_layer(
             experts_out_norm=norm("experts_out_norm"),
         )
     streams = take_streams(parameters, prefix, config, linears) if facts.num_streams > 1 else None
-    return MixedLayer(
+    return SizedLayer(
         layer,
         attention_shape(config),
         norm("q_norm"),
@@ -176,9 +176,9 @@ class LayerInputs:
     """The input of each layer for a token: a row of a table of its own, and a projection of the embedded token."""
 
     def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
-        assert config.mixed is not None
-        self._width, self._num_layers = config.mixed.input_width, config.num_layers
-        self._hidden_size, self._vocab_size = config.hidden_size, config.mixed.input_vocab
+        assert config.per_layer is not None
+        self._width, self._num_layers = config.per_layer.input_width, config.num_layers
+        self._hidden_size, self._vocab_size = config.hidden_size, config.per_layer.input_vocab
         self._table = parameters.take("layer_inputs")
         self._projection = make_linear(parameters.take_linear("layer_inputs_projection"))
         self._norm = Norm(parameters.take("layer_inputs_norm"), None, config.norm_eps)

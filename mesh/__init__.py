@@ -6,8 +6,10 @@ rpc/                     gRPC servers, channels, credentials, error statuses, he
 redis_connection.py      connections, key names and messages of the Redis registry
 signed_messages.py       those messages, signed with the mesh key
 settings.py              settings from flags, environment and a TOML file; setting_checks.py: checks of their values
-public_tls.py            the certificate that clients see; certificates.py: checks of certificate files
+public_tls.py            the certificate that clients see
+certificates.py          checks of certificate files; certificate_expiry.py: warnings of those that expire in use
 process.py               start, signals and stop of a service process; secrets for a child; exit when the loop is stuck
+process_limits.py        the system's limits on open files and address space
 interrupts.py            Ctrl-C, SIGTERM and a closed terminal in programs that people run by hand
 parent.py                the end of a process with its parent
 fork_server/             a process that has imported the services' modules and forks the services

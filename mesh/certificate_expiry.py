@@ -3,16 +3,12 @@ service that runs for months may outlive them.
 """
 
 import asyncio
-import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import structlog
-
-from mesh.certificates import ca_certificates_in, certificate_in
-from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 
@@ -39,22 +35,6 @@ class Validity:
     @property
     def end(self) -> str:
         return f"{datetime.fromtimestamp(self.ends_s, UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def read_validities(cert: str, key: str, ca: str = "") -> list[Validity]:
-    """The dates of a service's certificate, expired or not, and of its CA: of several in that file the last to expire.
-    Raises ConfigurationError.
-    """
-    try:
-        dates = [(cert, certificate_in(cert, key)), *((ca, each) for each in ca_certificates_in(ca))]
-        validities = [Validity(path, *map(_seconds, (each["notBefore"], each["notAfter"]))) for path, each in dates]
-    except (ssl.SSLError, OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"the dates of {cert} cannot be read: {error}") from error
-    return [validities[0], *sorted(validities[1:], key=lambda each: each.ends_s)[-1:]]
-
-
-def _seconds(date: str) -> float:
-    return float(ssl.cert_time_to_seconds(date))
 
 
 class ExpiryReports:

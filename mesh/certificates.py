@@ -10,6 +10,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
+from mesh.certificate_expiry import Validity
 from mesh.domain.errors import ConfigurationError
 
 _PRIVATE_KEY = re.compile(rb"-----BEGIN PRIVATE KEY-----(.+?)-----END", re.DOTALL)
@@ -60,17 +61,24 @@ def _require_usable_key(key: str) -> None:
                 raise ConfigurationError(f"{key} is an {kind} key, which gRPC cannot use: make an RSA or EC key")
 
 
-def certificate_in(cert: str, key: str) -> dict[str, Any]:
-    """The contents of a certificate, expired or not, as `ssl` names them. Raises ssl.SSLError, OSError."""
-    return _shown_certificate(cert, key, "", "", checks_time=False)
-
-
-def ca_certificates_in(ca: str) -> list[dict[str, Any]]:
-    """The contents of the CA certificates in a file; without a file, none. Raises ssl.SSLError, OSError."""
+def read_validities(cert: str, key: str, ca: str = "") -> list[Validity]:
+    """The dates of a service's certificate, expired or not, and of its CA: of several in that file the last to expire.
+    Raises ConfigurationError.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if ca:
-        context.load_verify_locations(ca)
-    return context.get_ca_certs()
+    try:
+        if ca:
+            context.load_verify_locations(ca)
+        own = _validity(cert, _shown_certificate(cert, key, "", "", checks_time=False))
+        of_cas = [_validity(ca, each) for each in context.get_ca_certs()]
+    except (ssl.SSLError, OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"the dates of {cert} cannot be read: {error}") from error
+    return [own, *sorted(of_cas, key=lambda each: each.ends_s)[-1:]]
+
+
+def _validity(path: str, certificate: dict[str, Any]) -> Validity:
+    begins_s, ends_s = (ssl.cert_time_to_seconds(certificate[name]) for name in ("notBefore", "notAfter"))
+    return Validity(path, begins_s, ends_s)
 
 
 def _shown_certificate(cert: str, key: str, ca: str, expected: str, *, checks_time: bool = True) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import resource
 import structlog
 
 from mesh.domain.errors import ConfigurationError
-from mesh.logs import LogLimit
 
 log = structlog.get_logger(__name__)
 
 _MAX_OPEN_FILES = 1 << 20
 _FILES_CHECK_S = 1.0
-_LINES_PER_S = 1 / 60
+_FILES_PAUSE_S = 60.0
+"""After a line about open files, until the next look at them."""
 _NUM_THREADS = 32
 """Threads that a service's libraries start beside those of its engine."""
 _USUAL_STACK_BYTES = 8 << 20
@@ -35,22 +35,23 @@ def raise_open_files() -> int:
 
 
 async def watch_open_files() -> None:
-    """Log, until cancelled, when no further file can be opened: gRPC tells nobody that it accepts no connections then,
-    and clients wait.
+    """Log, until cancelled, when no further file can be opened. gRPC's core only says that it tries again, while
+    clients wait.
     """
-    limit = LogLimit(burst=1, lines_per_s=_LINES_PER_S)
     while True:
         await asyncio.sleep(_FILES_CHECK_S)
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE) and limit.admit("files") is not None:
-                log.error(
-                    "no more files can be opened, so new connections are not accepted: raise the limit of open files "
-                    "(ulimit -n, LimitNOFILE) and start again, or close idle connections",
-                    limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-                    reason=error.strerror,
-                )
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                continue
+            log.error(
+                "no more files can be opened, so new connections are not accepted: raise the limit of open files "
+                "(ulimit -n, LimitNOFILE) and start again, or close idle connections",
+                limit=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+                reason=error.strerror,
+            )
+            await asyncio.sleep(_FILES_PAUSE_S)
 
 
 def require_room_for_threads() -> None:

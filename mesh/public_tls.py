@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from mesh.certificate_expiry import ExpiryReports, read_validities
-from mesh.certificates import host_in, read_pem
+from mesh.certificate_expiry import ExpiryReports
+from mesh.certificates import host_in, read_pem, read_validities
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import is_loopback
 from mesh.settings import setting

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from mesh.certificate_expiry import read_validities, watch_mesh_certificates
+from mesh.certificate_expiry import watch_mesh_certificates
+from mesh.certificates import read_validities
 from mesh.domain.errors import ConfigurationError
 from mesh.process import MetricsSettings
 from mesh.rpc.credentials import Credentials, MeshKey, TlsIdentity

@@ -9,7 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from mesh import certificate_expiry, public_tls
-from mesh.certificate_expiry import read_validities, watch_mesh_certificates
+from mesh.certificate_expiry import watch_mesh_certificates
+from mesh.certificates import read_validities
 from mesh.domain.errors import ConfigurationError
 from router.settings import RouterSettings
 from tests.fakes.certificates import Authority

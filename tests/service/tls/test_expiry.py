@@ -1,6 +1,9 @@
 """Certificates that expire while they are in use: the log names the file in time, and again when it has expired."""
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from mesh.certificate_expiry import watch_mesh_certificates
 from mesh.certificates import read_validities
 from mesh.domain.errors import ConfigurationError
 from router.settings import RouterSettings
+from tandem_cli.model_files.model_folders import BUNDLED
 from tests.fakes.certificates import Authority
 from tests.waiting import until
 
@@ -73,6 +77,30 @@ async def test_a_mesh_certificate_is_named_in_time_and_when_it_has_expired(
             )
     finally:
         watching.cancel()
+
+
+ROUTER = """
+import runpy, sys
+from mesh import certificate_expiry
+certificate_expiry._WARN_SHARE = 2.0
+runpy.run_module("router", run_name="__main__", alter_sys=True)
+"""
+
+
+async def test_a_router_warns_of_its_certificate(authority: Authority) -> None:
+    """Of one with two days, where a warning is due all the time."""
+    issued = authority.issue("of-a-router")
+    flags = [f"--model={BUNDLED}", "--port=0", "--registry-port=0", *issued.flags]
+    router = subprocess.Popen([sys.executable, "-c", ROUTER, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert router.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            while b"expires on" not in (line := await asyncio.to_thread(router.stderr.readline)):
+                assert line, "the router has ended"
+    finally:
+        router.kill()
+        router.communicate()
+    assert json.loads(line)["event"].startswith(f"{issued.cert} expires on ")
 
 
 async def test_nothing_is_said_without_certificates(clock: list[float]) -> None:

@@ -379,7 +379,7 @@ def _table(path: str, content: Mapping[str, object], component: str, names: Coll
                     f"the settings file {path} has an unknown key {key} in [{title}]{suggestion(key, names)}"
                 )
             origins.setdefault(key, title)
-            if merged.setdefault(key, value) != value:
+            if merged.setdefault(key, value) != value and origins[key] != title:  # nan is unlike itself
                 raise ConfigurationError(
                     f"the settings file {path} has {key} in [{origins[key]}] and in [{title}], with different values"
                 )

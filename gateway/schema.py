@@ -5,6 +5,7 @@ list has a maximum length, and its check stops at the first invalid element; eve
 `check` may still take tens of milliseconds for a large body, so `Exchange` runs them on a thread.
 """
 
+import codecs
 import re
 from collections.abc import Collection
 from itertools import takewhile
@@ -149,7 +150,7 @@ def read_json(body: bytes) -> object:
     if len(body) > SMALL_BODY_BYTES:
         _check_size(body)
     try:
-        return from_json(body, allow_inf_nan=False)
+        return from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 

@@ -347,7 +347,7 @@ def check_settings_file(path: str, names: Mapping[str, Collection[str]]) -> dict
 
 def _parse(path: str) -> dict[str, object]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read the settings file {path}: {error}") from error
 

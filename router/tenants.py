@@ -145,7 +145,7 @@ class ApiKeys:
     def parse(cls, text: bytes, path: Path) -> "ApiKeys":
         """Raises ConfigurationError with the reason and the path of the file."""
         try:
-            content = tomllib.loads(text.decode())
+            content = tomllib.loads(text.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"cannot read the API keys file {path}: {error}") from error
         if not content:

@@ -230,7 +230,7 @@ def _integer(low_code: LowCode, role: str, name: str) -> int | None:
 def read_properties(path: str) -> dict[str, Entry]:
     """Read a file in Java's properties format. Raises ConfigurationError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         entries = javaproperties.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error

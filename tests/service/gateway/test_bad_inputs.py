@@ -3,6 +3,7 @@
 A row is one input with the status that answers it. Bodies of 8 MB were frozen on for minutes before there were limits.
 """
 
+import codecs
 import gzip
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -153,6 +154,7 @@ async def test_large_bodies_are_refused_quickly(row: Row, repaired: Repaired) ->
 
 
 LEGITIMATE = [
+    of("a byte order mark", CHAT, 200, lambda: codecs.BOM_UTF8 + chat()),
     of("a text of 4 MB", COMPLETIONS, 200, lambda: b'{"prompt": "%s"}' % (b"a, " * 1_300_000)),
     of("a text of escapes", CHAT, 200, lambda: chat()[:-4] + b"\\u00e9\\n" * 500_000 + b'"}]}'),
     of("200,000 token ids", COMPLETIONS, 200, lambda: b'{"prompt": [%s1]}' % (b"123," * 199_999)),

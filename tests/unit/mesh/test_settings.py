@@ -48,6 +48,12 @@ def test_lists_and_numbers_in_a_file_are_texts_where_flags_have_texts(tmp_path: 
         assert load(["--config", str(file)]).values.key == text
 
 
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.toml"
+    file.write_text("port = 4\n", encoding="utf-8-sig")
+    assert load(["--config", str(file)]).values.port == 4
+
+
 def test_empty_environment_counts_as_unset() -> None:
     assert load([], {"TANDEM_PORT": ""}).origins["port"] == "default"
 

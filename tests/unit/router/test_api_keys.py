@@ -25,6 +25,11 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+def test_a_byte_order_mark_is_no_part_of_the_file() -> None:
+    keys = ApiKeys.parse(f'{digest_of("plain")} = "bob"'.encode("utf-8-sig"), Path("keys.toml"))
+    assert keys.tenant_of((("x-api-key", "plain"),)) == Tenant("bob")
+
+
 def test_keys_lead_to_tenants(tmp_path: Path) -> None:
     alice, old, ops = new_key(), new_key(), new_key()
     lines = (

@@ -70,6 +70,8 @@ class Logs:
         )
         logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
         logging.captureWarnings(True)
+        # It warns of clients' malformed tracestate headers, with their text.
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
     def write(self, line: str) -> None:
         """Write one rendered event, with credentials masked."""

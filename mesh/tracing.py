@@ -5,7 +5,6 @@ the extra `otel`. The SDK reads its OTEL_* variables: sampling, headers, limits,
 traceparent: in HTTP and gRPC headers, and to workers in the sequence's message.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 HEADERS = ("traceparent", "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
 _PREFIX = "tandem-"
-
-logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)  # it logs each malformed tracestate of a client
 
 
 def configure_tracing(service: str, endpoint: str) -> Callable[[], None]:

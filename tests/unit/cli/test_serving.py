@@ -45,7 +45,7 @@ def test_a_file_configures_the_whole_mesh(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
-    assert read(tmp_path, "\ufeff" + PROPERTIES).of("up") == {"model": "/models/llama"}
+    assert read(tmp_path, "\ufeffoption.model_id=/models/llama").of("up") == {"model": "/models/llama"}
 
 
 def test_who_wins(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import structlog
 from mesh.logs import LogLimit, escape_controls
 from mesh.rpc.credentials import MeshKey
 from mesh.settings import load_settings
+from mesh.tracing import context_in
 from router.settings import RouterSettings
 from tests.captured_log import InstallLog, install_log
 from tests.defects import Repaired
@@ -79,6 +80,13 @@ def test_lines_of_libraries_are_like_ones_own(install_log: InstallLog) -> None:
     assert entry == {"event": "bad \x1b[2J news", "service": "test", "level": "warning", "logger": "grpc"}
     assert broken == "WARNING grpc: a log record that cannot be formatted"
     assert json.loads(warning)["logger"] == "py.warnings"
+
+
+def test_headers_of_clients_are_left_out(install_log: InstallLog) -> None:
+    read = install_log()
+    for tracestate in ("x" * 999, "=", ",".join(f"k{number}=v" for number in range(40))):
+        context_in({"traceparent": f"00-{'4b' * 16}-{'00f0' * 4}-01", "tracestate": tracestate})
+    assert read() == ""
 
 
 def test_control_characters_are_written_out(install_log: InstallLog) -> None:

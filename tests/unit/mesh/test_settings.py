@@ -33,7 +33,9 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert load([*config, "--port", "9"], {"PORT": "7"}).origins["port"] == "flag --port"
 
 
-@pytest.mark.parametrize("line", ["port = 1.9", "port = true", "ratio = true", "fast = 2", "port = [1]", "[client]\nport = nan"])
+@pytest.mark.parametrize(
+    "line", ["port = 1.9", "port = true", "ratio = true", "fast = 2", "port = [1]", "[client]\nport = nan"]
+)
 def test_a_value_of_another_type_in_a_file_is_refused(tmp_path: Path, line: str) -> None:
     file = tmp_path / "tandem.toml"
     file.write_text(line)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -39,8 +40,10 @@ from tests.fakes.requests import make_request
 attend = entry(attention.attend)
 begin_products, end_products = entry(matmul.begin_products), entry(matmul.end_products)
 
+Work = Sequence[tuple[int, int]]
+
 CPU = torch.device("cpu")
-NUM_TOKENS = 7680
+NUM_SPARE_BLOCKS = 5
 # Computed tokens of each sequence, from and to: decodes first, then chunks that begin or continue a prompt. The longer
 # ones are of several splits, or of several blocks of keys.
 WORK = [
@@ -58,11 +61,16 @@ ONE_PLANE = [AttentionShape(20, 1, 64), AttentionShape(3, 1, 80)]
 """With rows that are keys and values at once."""
 
 
-def step(block_size: int, work: Sequence[tuple[int, int]] = WORK, num_generated: int = 0) -> ForwardMetadata:
+def num_blocks(block_size: int, work: Work) -> int:
+    """The blocks of a cache for `work`: those of its sequences, and some that no sequence has."""
+    return sum(-(-end // block_size) for _, end in work) + NUM_SPARE_BLOCKS
+
+
+def step(block_size: int, work: Work = WORK, num_generated: int = 0) -> ForwardMetadata:
     """`work` as one step, its blocks scattered over the cache. The last `num_generated` tokens of a sequence are
     generated ones, the others its prompt.
     """
-    free = random.Random(0).sample(range(NUM_TOKENS // block_size), NUM_TOKENS // block_size)
+    free = random.Random(0).sample(range(num_blocks(block_size, work)), num_blocks(block_size, work))
     items = []
     for start, end in work:
         sequence = SequenceState(make_request("r", range(end), num_prompt_tokens=max(1, end - num_generated)))
@@ -71,16 +79,21 @@ def step(block_size: int, work: Sequence[tuple[int, int]] = WORK, num_generated:
     return StepInputBuilder(block_size).build(ScheduledBatch(tuple(items))).on_device(NoCopies()).metadata
 
 
-def filled_cache(shape: AttentionShape, dtype: str, block_size: int) -> Tensor:
-    """One layer of random KV, as [planes, num_blocks, block_size, num_kv_heads, elements of a row]."""
-    is_one = shape in ONE_PLANE
+def filled_cache(shape: AttentionShape, dtype: str, block_size: int, work: Work = WORK) -> Tensor:
+    """One layer of random KV for `work`, as [planes, num_blocks, block_size, num_kv_heads, elements of a row]."""
+    return _random_kv(shape, dtype, block_size, num_blocks(block_size, work)).clone()
+
+
+@lru_cache(maxsize=2)  # tests of one shape follow each other
+def _random_kv(shape: AttentionShape, dtype: str, block_size: int, num_blocks: int) -> Tensor:
+    generator, is_one = torch.Generator().manual_seed(0), shape in ONE_PLANE
     layout = KVLayout("m", 1, shape.num_kv_heads, shape.head_dim, block_size, dtype, keys_are_values=is_one)
-    cache = KVCache(layout, NUM_TOKENS // block_size, CPU).layer(0)
+    cache = KVCache(layout, num_blocks, CPU).layer(0)
     if dtype != "int8":
-        return cache.copy_(torch.randn(cache.shape))
+        return cache.copy_(torch.randn(cache.shape, generator=generator))
     numbers, scales = int8_parts(cache, shape.head_dim)
-    numbers.copy_(torch.randint(-127, 128, numbers.shape))
-    scales.copy_(torch.rand(scales.shape) / 64 + 1e-3)
+    numbers.copy_(torch.randint(-127, 128, numbers.shape, generator=generator))
+    scales.copy_(torch.rand(scales.shape, generator=generator) / 64 + 1e-3)
     return cache
 
 
@@ -155,7 +168,7 @@ def test_generated_tokens_are_those_of_torch(
     """Contexts of one split and of several, and of exactly so many; also those that a replay computes in a chunk."""
     torch.manual_seed(0)
     work = [*((n - 1, n) for n in (2, 17, 1023, 1024, 1025, 2048)), (0, 12), (1980, 2060)]
-    cache = filled_cache(shape, dtype, 16)
+    cache = filled_cache(shape, dtype, 16, work)
     require_same((2,), shape, step(16, work, num_generated=40), cache, window, atol)
 
 

@@ -23,7 +23,8 @@ from engine.loading.load_runner import load_model_runner
 from tests.component.arms import settings
 from tests.component.parity import check_parity, logprob_differences, run_mixed
 torch.set_num_threads(1)
-model_dir, runs = Path(sys.argv[1]), {}
+model_dir, recurrent_dir = map(Path, sys.argv[1:])
+runs = {}
 for quantize in ("none", "int8"):
     runner = load_model_runner(settings(model_dir, quantize=quantize))
     if quantize == "none":
@@ -33,19 +34,9 @@ for quantize in ("none", "int8"):
 mean, largest = logprob_differences(runs["int8"], runs["none"])
 assert 0 < mean < 0.1, mean  # wrong numbers differ by 1 and more
 assert largest < 0.5, largest
-"""
-
-_RECURRENT_SCRIPT = """
-import sys
-from pathlib import Path
-import torch
-from engine.loading.load_runner import load_model_runner
-from tests.component.arms import settings
-from tests.component.parity import check_parity
-torch.set_num_threads(1)
-runner = load_model_runner(settings(Path(sys.argv[1])))
-check_parity(Path(sys.argv[1]), runner)
-print(runner.attention_backend)
+runner = load_model_runner(settings(recurrent_dir))
+check_parity(recurrent_dir, runner)
+print("recurrent", runner.attention_backend)
 """
 
 _BF16_SCRIPT = """
@@ -89,7 +80,8 @@ for kind in ("float32", "bfloat16", "int8"):
 
 
 _CACHES = ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR")
-_COMPILED = {"none": ["compiled", "float32"], "int8": ["compiled", "int8"]}
+_COMPILED = {"none": ["compiled", "float32"], "int8": ["compiled", "int8"], "recurrent": ["compiled"]}
+_EAGER = {"none": ["torch", "float32"], "int8": ["torch", "float16"], "recurrent": ["torch"]}
 
 
 @pytest.mark.parametrize(
@@ -98,21 +90,16 @@ _COMPILED = {"none": ["compiled", "float32"], "int8": ["compiled", "int8"]}
         pytest.param("AVX512_CORE", "avx512_vnni", _COMPILED, marks=pytest.mark.soak),
         pytest.param("AVX2_VNNI", "avx512f", _COMPILED, marks=pytest.mark.soak),
         ("AVX2", "avx512f", _COMPILED),
-        ("SSE41", "avx2", {"none": ["torch", "float32"], "int8": ["torch", "float16"]}),
+        ("SSE41", "avx2", _EAGER),
     ],
 )
 def test_models_run(checkpoint: Checkpoint, limit: str, taken: str, expected: dict[str, list[str]]) -> None:
-    written = run_limited(limit, taken, _SCRIPT, checkpoint("qwen2"))
-    lines = [line.split() for line in written.splitlines() if line.startswith(("none ", "int8 "))]
+    written = run_limited(limit, taken, _SCRIPT, checkpoint("qwen2"), checkpoint("jamba"))
+    lines = [line.split() for line in written.splitlines() if line.startswith(tuple(expected))]
     assert {kind: found for kind, *found in lines} == expected
 
 
-def test_recurrent_layers_run(checkpoint: Checkpoint) -> None:
-    written = run_limited("AVX2", "avx512f", _RECURRENT_SCRIPT, checkpoint("jamba"))
-    assert written.split()[-1] == "compiled"
-
-
-def run_limited(limit: str, taken: str, script: str, model_dir: Path) -> str:
+def run_limited(limit: str, taken: str, script: str, *model_dirs: Path) -> str:
     """What a script writes on a CPU without the instruction set `taken`; skips the test where all CPUs are so. Keeps
     compiled code where a service does: the next run compiles nothing.
     """
@@ -121,7 +108,7 @@ def run_limited(limit: str, taken: str, script: str, model_dir: Path) -> str:
     packages = os.pathsep.join((str(Path.cwd()), str(Path.cwd() / "client")))
     environ = {name: value for name, value in os.environ.items() if name in _CACHES}
     environ |= {"ONEDNN_MAX_CPU_ISA": limit, "PATH": "/usr/bin:/bin", "PYTHONPATH": packages}
-    command = [sys.executable, "-c", script, str(model_dir)]
+    command = [sys.executable, "-c", script, *map(str, model_dirs)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

@@ -115,7 +115,8 @@ import importlib, os, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "grpc":
-            print(os.environ.get("GRPC_VERBOSITY"))
+            print(os.environ.get("GRPC_VERBOSITY"), flush=True)
+            os._exit(0)  # all else that they import takes seconds
 
 sys.meta_path.insert(0, Finder())
 for module in sys.argv[1:]:

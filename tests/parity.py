@@ -33,8 +33,8 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,10 +48,7 @@ import torch
 import transformers
 from transformers import AutoModelForImageTextToText
 
-import decode_worker.__main__
-import prefill_worker.__main__
 import tandem
-from decode_worker.settings import DecodeSettings
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.models.model_config import ModelConfig
@@ -61,9 +58,6 @@ from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.tokens import SampledToken
 from mesh.logs import configure_logging
-from prefill_worker.settings import PrefillSettings
-from router.__main__ import RouterProcess
-from router.settings import RouterSettings
 from tests.component.arms import settings as runner_settings
 from tests.component.checkpoints import FAMILIES, MIXED_FAMILIES, OTHER_FAMILIES, RECURRENT_FAMILIES, build_checkpoint
 from tests.component.driving import Run
@@ -77,6 +71,7 @@ from tests.component.steady_routing import steady
 from tests.component.weights.quantized import INT4_FORMS, MIXED_FORMS, quantize_checkpoint, twin_of
 from tests.component.weights.test_half_weights import copy_narrow
 from tests.e2e.reference import TOLERANCE, Reference
+from tests.mesh_in_process import mesh_in_process, moved_kv
 
 Scores = Callable[[list[int], list[int]], torch.Tensor]
 """(prompt, tokens) -> transformers' log-probs [len(tokens), vocab_size] at each token's place."""
@@ -175,7 +170,7 @@ async def ask(client: tandem.AsyncClient, theirs: Scores) -> Outcome:
         *(client.generate(token_ids=prompt, max_new_tokens=NUM_NEW, ignore_eos=True) for prompt in given)
     )
     found = [compare(theirs, prompt, result.tokens) for prompt, result in zip(given, results, strict=True)]
-    return outcome_of(found, moved_kv=_moved(results))
+    return outcome_of(found, moved_kv=moved_kv(results))
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -185,43 +180,15 @@ class _Loop(asyncio.SelectorEventLoop):
         pass
 
 
-@asynccontextmanager
-async def mesh(model_dir: Path, *, colocated: bool) -> AsyncIterator[tandem.AsyncClient]:
-    """Router and workers in this process; colocated, the decode worker is alone."""
-    router = RouterProcess(RouterSettings(model=str(model_dir), port=0, registry_port=0, prefill_overflow=0))
-    await router.start()
-    own: dict[str, Any] = {"model": str(model_dir), "registry_address": router.coordination.address, "device": "cpu"}
-    own |= {"num_threads": 1, "kv_cache_bytes": 2**24, "drain_grace_s": 1.0}
-    serving: list[Coroutine[Any, Any, None]] = [
-        decode_worker.__main__.serve(DecodeSettings(worker_id="decode-0", max_step_tokens=_SMALL_STEPS, **own))
-    ]
-    if not colocated:
-        settings = PrefillSettings(worker_id="prefill-0", max_batch_prefill_tokens=_SMALL_STEPS, **own)
-        serving.append(prefill_worker.__main__.serve(settings))
-    workers = [asyncio.create_task(each) for each in serving]
-    try:
-        async with tandem.AsyncClient(router.public.address) as client:
-            await client.wait_ready()
-            while not colocated and not await moves_kv(client):
-                pass  # until the prefill worker is proven, the decode worker computes prompts itself
-            yield client
-    finally:
-        await router.stop(0)
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-
-
-async def moves_kv(client: tandem.AsyncClient) -> bool:
-    """True if a tiny prompt is computed by the prefill worker."""
-    result = await client.generate(token_ids=[1], max_new_tokens=2, ignore_eos=True)
-    return _moved([result])
-
-
-def _moved(results: Sequence[tandem.Result]) -> bool:
-    """KV moved for all of them, and none was replayed."""
-    attempts = [result.timing.attempts for result in results]
-    return all(len(each) == 1 and each[0].kv_transfer_ms is not None for each in attempts)
+def mesh(model_dir: Path, *, colocated: bool) -> AbstractAsyncContextManager[tandem.AsyncClient]:
+    """A mesh whose steps are small, so that prompts are computed in chunks."""
+    return mesh_in_process(
+        model_dir,
+        colocated=colocated,
+        router={"prefill_overflow": 0},
+        prefill={"max_batch_prefill_tokens": _SMALL_STEPS},
+        decode={"max_step_tokens": _SMALL_STEPS},
+    )
 
 
 async def check(model_dir: Path, theirs: Scores, *, colocated: bool) -> Outcome:

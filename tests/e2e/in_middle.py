@@ -1,4 +1,4 @@
-"""Streams that are hit in their middle."""
+"""Requests of all kinds, and streams that are hit in their middle."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,22 @@ import tandem
 
 MAX_TRIES = 30  # a busy machine may give one stream all of its tokens before it gives another its first
 _T = TypeVar("_T")
+
+
+def mixed_requests(count: int, num_tokens: int) -> list[dict[str, Any]]:
+    """Greedy and seeded ones, with penalties, all with log-probs."""
+    return [
+        {
+            "token_ids": [(7 * i + j) % 256 for j in range(20 + 9 * i)],
+            "temperature": 0.8 if i % 2 else 0.0,
+            "seed": i,
+            "frequency_penalty": 0.3 if i % 3 == 0 else 0.0,
+            "top_logprobs": 2,
+            "max_new_tokens": num_tokens,
+            "ignore_eos": True,
+        }
+        for i in range(count)
+    ]
 
 
 async def stream_and_hit(

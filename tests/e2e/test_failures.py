@@ -5,32 +5,21 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tandem
-from tests.e2e.in_middle import stream_and_hit
+from tests.e2e.in_middle import mixed_requests, stream_and_hit
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole, wait_serving
 from tests.e2e.reference import Reference
 
 NUM_STREAMS = 8
 NUM_TOKENS = 400
-OPTIONS = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 
 
-def requests() -> list[dict[str, object]]:
-    """Greedy, seeded, with penalties, with log-probs."""
-    return [
-        {
-            "token_ids": [(7 * i + j) % 256 for j in range(20 + 9 * i)],
-            "temperature": 0.8 if i % 2 else 0.0,
-            "seed": i,
-            "frequency_penalty": 0.3 if i % 3 == 0 else 0.0,
-            "top_logprobs": 2,
-            **OPTIONS,
-        }
-        for i in range(NUM_STREAMS)
-    ]
+def requests() -> list[dict[str, Any]]:
+    return mixed_requests(NUM_STREAMS, NUM_TOKENS)
 
 
 async def undisturbed(client: tandem.AsyncClient) -> list[tandem.Result]:

@@ -10,7 +10,7 @@ import pytest
 import tandem
 from tests.e2e.mesh_process import pools_are_whole, wait_serving
 from tests.e2e.test_ranks import ONE, ask, long_prompts, ranked_mesh, requests
-from tests.parity import moves_kv
+from tests.mesh_in_process import moves_kv
 from tests.waiting import until_told
 
 GLOO = (

@@ -18,7 +18,7 @@ import pytest
 
 import tandem
 from mesh.domain.kv import Degrees
-from tests.e2e.in_middle import stream_and_hit
+from tests.e2e.in_middle import mixed_requests, stream_and_hit
 from tests.e2e.mesh_process import RESTART_S, MeshProcess, mesh, pools_are_whole, wait_serving
 from tests.e2e.reference import Reference
 from tests.evidence import Evidence
@@ -36,19 +36,7 @@ ONE, TWO, STAGES = Degrees(), Degrees(2), Degrees(1, 2)
 
 
 def requests(num_tokens: int = NUM_TOKENS) -> list[Request]:
-    """Greedy and seeded, with penalties, all with log-probs."""
-    return [
-        {
-            "token_ids": [(7 * i + j) % 256 for j in range(20 + 9 * i)],
-            "temperature": 0.8 if i % 2 else 0.0,
-            "seed": i,
-            "frequency_penalty": 0.3 if i % 3 == 0 else 0.0,
-            "top_logprobs": 2,
-            "max_new_tokens": num_tokens,
-            "ignore_eos": True,
-        }
-        for i in range(NUM_STREAMS)
-    ]
+    return mixed_requests(NUM_STREAMS, num_tokens)
 
 
 def long_prompts() -> list[Request]:

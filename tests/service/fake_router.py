@@ -100,6 +100,13 @@ class FakeRouter:
             if output.finish_reason:
                 return ids
 
+    async def failure(self, request_id: str) -> decode_pb2.SequenceFailed:
+        """What the decode worker says at the end of a sequence that it gives up."""
+        async with asyncio.timeout(LIMIT_S):
+            while not (message := await self.box(request_id).get()).HasField("failed"):
+                pass
+        return message.failed
+
 
 @asynccontextmanager
 async def fake_router(rig: WorkerRig) -> AsyncIterator[FakeRouter]:

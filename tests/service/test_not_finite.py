@@ -1,8 +1,6 @@
 """NaN in a mesh of real workers: one clear error, no replay, and all others get the very same answers."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,22 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-import decode_worker.__main__
-import prefill_worker.__main__
 import tandem
-from decode_worker.settings import DecodeSettings
 from engine.loading.load_runner import load_model_runner
 from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.runner_settings import RunnerSettings
-from prefill_worker.settings import PrefillSettings
-from router.__main__ import RouterProcess
-from router.settings import RouterSettings
 from tests.component.arms import embedding
 from tests.component.checkpoints import build_checkpoint
 from tests.defects import Repaired
 from tests.made_once import made_once
-from tests.parity import moves_kv
+from tests.mesh_in_process import mesh_in_process
 
 BAD_TOKEN = 261
 GOOD = [list(range(first, first + 40)) for first in (20, 70, 120)]
@@ -39,30 +31,6 @@ def load_poisoned(settings: RunnerSettings, on_progress: Progress | None = None)
     with torch.no_grad():
         embedding(runner)[BAD_TOKEN] = float("nan")
     return runner
-
-
-@asynccontextmanager
-async def mesh(model_dir: Path, *, colocated: bool, **changes: Any) -> AsyncIterator[tandem.AsyncClient]:
-    router = RouterProcess(RouterSettings(model=str(model_dir), port=0, registry_port=0))
-    await router.start()
-    own: dict[str, Any] = {"model": str(model_dir), "registry_address": router.coordination.address, "device": "cpu"}
-    own |= {"num_threads": 1, "kv_cache_bytes": 2**24, "drain_grace_s": 1.0, **changes}
-    serving = [decode_worker.__main__.serve(DecodeSettings(worker_id="decode-0", **own), load_poisoned)]
-    if not colocated:
-        settings = PrefillSettings(worker_id="prefill-0", **own)
-        serving.append(prefill_worker.__main__.serve(settings, load_poisoned))
-    workers = [asyncio.create_task(each) for each in serving]
-    try:
-        async with tandem.AsyncClient(router.public.address) as client:
-            await client.wait_ready()
-            while not colocated and not await moves_kv(client):
-                pass  # until the prefill worker is proven, the decode worker computes prompts itself
-            yield client
-    finally:
-        await router.stop(0)
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
 
 
 async def answers(client: tandem.AsyncClient, *, with_bad: bool) -> list[Any]:
@@ -82,7 +50,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["colocated", "separated", "int8", "eager"],
 )
 async def test_one_clear_error(model_dir: Path, colocated: bool, changes: dict[str, Any], repaired: Repaired) -> None:
-    async with mesh(model_dir, colocated=colocated, prefix_caching=False, **changes) as client:
+    own = {"prefix_caching": False, **changes}
+    mesh = mesh_in_process(model_dir, colocated=colocated, load=load_poisoned, router={}, prefill=own, decode=own)
+    async with mesh as client:
         before = await answers(client, with_bad=False)
         mixed = await answers(client, with_bad=True)
         after = await answers(client, with_bad=False)

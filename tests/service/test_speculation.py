@@ -76,11 +76,7 @@ async def test_guesses_take_no_blocks_from_others_and_preemption_still_works() -
         rig.begin_together(2)
         await router.start(make_request("old", range(1, 8), max_new_tokens=24))
         await router.start(make_request("young", range(30, 41), max_new_tokens=20))
-        failed = None
-        while failed is None:
-            message = await router.box("young").get()
-            failed = message.failed if message.HasField("failed") else None
-        assert failed.reason == decode_pb2.SEQUENCE_FAILURE_PREEMPTED
+        assert (await router.failure("young")).reason == decode_pb2.SEQUENCE_FAILURE_PREEMPTED
         steps = await collect_steps(router, "old")
         assert [*chain.from_iterable(steps)] == fake_continuation(range(1, 8), 24)
         await rig.wait_whole()

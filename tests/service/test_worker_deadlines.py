@@ -18,14 +18,6 @@ LONG = 180
 """Tokens of a long prompt: 12 chunks of at most 16."""
 
 
-async def failure_of(router: FakeRouter, request_id: str) -> decode_pb2.SequenceFailed:
-    """What the decode worker says at the end of a sequence that it gives up."""
-    async with asyncio.timeout(WAIT_S):
-        while not (message := await router.box(request_id).get()).HasField("failed"):
-            pass
-    return message.failed
-
-
 async def test_a_decode_worker_ends_what_is_out_of_time_though_its_router_is_silent() -> None:
     async with worker_rig() as rig, fake_router(rig) as router:
         rig.decode.runner.step_s = 0.05
@@ -33,7 +25,7 @@ async def test_a_decode_worker_ends_what_is_out_of_time_though_its_router_is_sil
         await router.start(make_request("waits for KV", range(1, 20), time_left_s=0.3), "t")
         await router.start(make_request("came too late", [1, 2, 3], time_left_s=0.0))
         for request_id in ("came too late", "waits for KV", "runs"):
-            failed = await failure_of(router, request_id)
+            failed = await router.failure(request_id)
             assert failed.reason == decode_pb2.SEQUENCE_FAILURE_DEADLINE
         assert rig.decode_service.num_sequences == 0
         await rig.wait_whole(WAIT_S)

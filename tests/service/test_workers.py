@@ -152,11 +152,7 @@ async def test_preemption_is_reported_for_replay() -> None:
         rig.begin_together(2)
         await router.start(make_request("old", range(1, 8), max_new_tokens=24))
         await router.start(make_request("young", range(30, 41), max_new_tokens=20))
-        failed = None
-        while failed is None:
-            message = await router.box("young").get()
-            failed = message.failed if message.HasField("failed") else None
-        assert failed.reason == decode_pb2.SEQUENCE_FAILURE_PREEMPTED
+        assert (await router.failure("young")).reason == decode_pb2.SEQUENCE_FAILURE_PREEMPTED
         count = rig.decode_metrics.registry.get_sample_value("tandem_engine_preemptions_total", {"role": "decode"})
         assert count == 1
         await router.collect(make_request("old", [1]))
@@ -310,11 +306,7 @@ async def test_forks_of_a_prompt_that_never_comes_are_given_back(how: str) -> No
             await router.abort(request)
         if how == "newer attempt":
             await router.start(replace(request, attempt=1, forks=()), "t2")
-        reasons = set()
-        for fork in request.forked():
-            while not (message := await router.box(fork.request_id).get()).HasField("failed"):
-                pass
-            reasons.add(message.failed.reason)
+        reasons = {(await router.failure(fork.request_id)).reason for fork in request.forked()}
         expected = {decode_pb2.SEQUENCE_FAILURE_NO_CAPACITY}
         assert reasons <= expected | ({decode_pb2.SEQUENCE_FAILURE_DEADLINE} if how == "out of time" else set())
         if how == "newer attempt":

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,12 +37,11 @@ from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.kv.test_forks import choices, run
 from tests.component.parity import run_mixed
+from tests.component.ranks.logged_process import LoggedProcess
 from tests.component.sampling.test_speculation import answer, requests
 from tests.evidence import Evidence
 from tests.waiting import LIMIT_S, until
 from worker import load_engine
-
-LOAD_S = 4 * LIMIT_S  # several processes that import torch, on a busy machine
 
 Checkpoint = Callable[[str], Path]
 
@@ -235,15 +233,12 @@ def test_steps_have_memory_for_sequences_beyond_the_models_limit(checkpoint: Che
     assert memory.get("sequences", tables + 3 * num_seqs + 1, np.int32).size >= tables
 
 
-class Leader:
+class Leader(LoggedProcess):
     """A process of `ranks_leader`, and its ranks."""
 
     def __init__(self, model_dir: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "tests.component.ranks.ranks_leader", str(model_dir), *arguments]
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
+        super().__init__(command, stdin=subprocess.PIPE)
         self.ranks: list[psutil.Process] = []
 
     def wait_loaded(self) -> None:
@@ -266,17 +261,6 @@ class Leader:
         self.begin_step()
         # It waits with its core: an idle process would take no CPU time.
         await until(lambda: sum(waiting.cpu_times()[:2]) > before_s + 0.3)
-
-    def end(self) -> tuple[int, str]:
-        """Wait for its end. Returns its status and its log."""
-        status = self.process.wait(LOAD_S)
-        self._log.seek(0)
-        return status, self._log.read()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self._log.close()
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -56,6 +55,7 @@ from tests.component.arms import settings
 from tests.component.driving import Driver
 from tests.component.kv.test_forks import choices, run
 from tests.component.parity import check_parity, run_mixed
+from tests.component.ranks.logged_process import LOAD_S, LoggedProcess
 from tests.fakes.certificates import Authority, Issued
 from tests.fakes.kv_store import FakeKVStore
 from tests.fakes.requests import make_request
@@ -65,27 +65,19 @@ from worker import load_watch
 from worker.ranks.connection import RankConnection, own_address
 from worker.ranks.listener import RankListener
 
-LOAD_S = 4 * LIMIT_S  # processes that import torch, on a busy machine
 END_S = 1.0
 KEY = "a key of these tests"
 
 Checkpoint = Callable[[str], Path]
 
 
-class RankProcess:
+class RankProcess(LoggedProcess):
     """`python -m rank_worker`, or another module like it, that dials `port`."""
 
     def __init__(self, port: int, rank: int, model_dir: Path, *flags: str, module: str = "rank_worker") -> None:
         command = [sys.executable, "-m", module, "--leader", f"127.0.0.1:{port}", "--rank", str(rank)]
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
-        self.process = subprocess.Popen(
-            [*command, "--model", str(model_dir), "--num-threads", "1", *flags],
-            env=os.environ | {"TANDEM_MESH_KEY": KEY},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
+        words = [*command, "--model", str(model_dir), "--num-threads", "1", *flags]
+        super().__init__(words, stdin=subprocess.DEVNULL, env=os.environ | {"TANDEM_MESH_KEY": KEY})
 
     def wait_for(self, event: str) -> None:
         assert self.process.stdout is not None
@@ -93,17 +85,6 @@ class RankProcess:
             if json.loads(line)["event"] == event:
                 return
         raise AssertionError(self.end())
-
-    def end(self) -> tuple[int, str]:
-        """Wait for its end. Returns its status and its log."""
-        status = self.process.wait(LOAD_S)
-        self._log.seek(0)
-        return status, self._log.read()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self._log.close()
 
 
 @contextmanager

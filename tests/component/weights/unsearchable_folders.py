@@ -2,19 +2,18 @@
 
     python -m tests.component.weights.unsearchable_folders COMMANDS
 
-COMMANDS is a JSON list of lists of words. It is a process of its own because one that runs as root must give up the right
-to enter all folders.
+COMMANDS is a JSON list of lists of words. It is a process of its own because one that runs as
+root must give up the right to enter all folders.
 """
 
 import contextlib
 import ctypes
 import io
-import os
 import json
+import os
 import sys
 
 from tandem_cli.main import main
-
 
 _CAPABILITIES_V3 = 0x20080522
 _PR_SET_SECUREBITS, _SECBIT_NOROOT = 28, 1

@@ -1,8 +1,8 @@
 """The documented uses of LMI's generation details, with the loop over lines that LMI's documentation has: while bytes
 are left over it looks for another line, for ever if the last one has no end. Reads without guards: a missing member is
-an error. Prints what it found, as JSON.
+an error. Prints what it found with each of these lengths, as a list in JSON.
 
-    lmi_recipes.py confidence|chained PROMPT MAX_NEW_TOKENS
+    lmi_recipes.py confidence|chained PROMPT MAX_NEW_TOKENS...
 """
 
 import io
@@ -77,4 +77,4 @@ def chained(prompt: str, max_new_tokens: int) -> Any:
 
 if __name__ == "__main__":
     recipe = {"confidence": confidence, "chained": chained}[sys.argv[1]]
-    sys.stdout.write(json.dumps(recipe(sys.argv[2], int(sys.argv[3]))))
+    sys.stdout.write(json.dumps([recipe(sys.argv[2], int(length)) for length in sys.argv[3:]]))

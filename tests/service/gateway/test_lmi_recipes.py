@@ -65,19 +65,16 @@ async def run(gateway: RunningGateway, *command: str) -> str:
 @pytest.mark.parametrize("logprob", [-0.5, 0.0])
 async def test_confidence(settings: dict[str, Any], logprob: float, repaired: Repaired) -> None:
     async with running_gateway(Script(logprob=logprob), **settings) as gateway:
-        text, score, count = json.loads(await run(gateway, str(RECIPES), "confidence", PROMPT, "100"))
-        assert (text, count) == (REST, len(REST.encode()) + 1)
-        assert score == pytest.approx(math.exp(logprob))
-        text, score, count = json.loads(await run(gateway, str(RECIPES), "confidence", PROMPT, "2"))
-        assert (text, count) == (REST[:2], 2), "ended by its length"
-        assert score == pytest.approx(math.exp(logprob))
+        whole, cut = json.loads(await run(gateway, str(RECIPES), "confidence", PROMPT, "100", "2"))
+    assert whole == [REST, pytest.approx(math.exp(logprob)), len(REST.encode()) + 1]
+    assert cut == [REST[:2], pytest.approx(math.exp(logprob)), 2], "ended by its length"
     repaired("F1", "confidence: text bound at length and at EOS in rolling, 0.26 and async, log-prob 0.0 too")
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=names)
 async def test_chained(settings: dict[str, Any], repaired: Repaired) -> None:
     async with running_gateway(**settings) as gateway:
-        text, reason, num_requests = json.loads(await run(gateway, str(RECIPES), "chained", PROMPT, "7"))
+        [(text, reason, num_requests)] = json.loads(await run(gateway, str(RECIPES), "chained", PROMPT, "7"))
     assert text == STORY
     assert reason == ("stop" if settings.get("lmi_schema") == "async" else "eos_token")
     assert num_requests == 4

@@ -184,16 +184,7 @@ async def preempt(rig: WorkerRig, router: Any) -> None:
     rig.begin_together(2)
     for name in ("x", "y"):
         await router.start(make_sequence(name, range(1, 9), max_new_tokens=20))
-    failed = [message async for message in until_failed(router)]
-    assert failed
-
-
-async def until_failed(router: Any) -> Any:
-    while True:
-        message = await router.box("y").get()
-        if message.HasField("failed"):
-            yield message
-            return
+    assert await router.failure("y")
 
 
 async def test_metrics_of_a_gateway(evidence: Evidence) -> None:

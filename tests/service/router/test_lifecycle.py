@@ -204,11 +204,8 @@ async def test_streams_that_outlast_the_grace_end_with_a_status(make_mesh: Any, 
     repaired("D27", "streams that a stopping router cuts off are failures, RouterStopping")
 
 
-async def test_requests_that_are_still_being_admitted_have_the_grace_too(
-    make_mesh: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mesh = await make_mesh()
-    await mesh.decode()
+def hold_encoding(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Let the router's encoder wait. Returns what is set when a prompt has come to it, and what lets it go on."""
     encoder = mesh.model.service._inputs.encoder
     encode, encoding, go_on = encoder.encode, asyncio.Event(), asyncio.Event()
 
@@ -218,6 +215,15 @@ async def test_requests_that_are_still_being_admitted_have_the_grace_too(
         return await encode(*arguments, **options)
 
     monkeypatch.setattr(encoder, "encode", slow)
+    return encoding, go_on
+
+
+async def test_requests_that_are_still_being_admitted_have_the_grace_too(
+    make_mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = await make_mesh()
+    await mesh.decode()
+    encoding, go_on = hold_encoding(mesh, monkeypatch)
     running = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=3))
     await encoding.wait()
     draining = asyncio.create_task(mesh.router._directory.drain(LIMIT_S))
@@ -234,15 +240,7 @@ async def test_requests_that_are_still_being_admitted_have_the_grace_too(
 async def test_a_request_admitted_after_the_grace_is_refused(make_mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = await make_mesh()
     decode = await mesh.decode()
-    encoder = mesh.model.service._inputs.encoder
-    encode, encoding, go_on = encoder.encode, asyncio.Event(), asyncio.Event()
-
-    async def slow(*arguments: Any, **options: Any) -> Any:
-        encoding.set()
-        await go_on.wait()
-        return await encode(*arguments, **options)
-
-    monkeypatch.setattr(encoder, "encode", slow)
+    encoding, go_on = hold_encoding(mesh, monkeypatch)
     late = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=3))
     await encoding.wait()
     before = len(decode.started.items)

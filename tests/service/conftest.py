@@ -28,9 +28,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Mesh:
-    """One router and its workers."""
+    """One router and its workers. A router that has `just_started` waits for workers that it may have had before; others
+    refuse at once what no worker can do.
+    """
 
-    def __init__(self, model_dir: Path, models: str = "", **settings: Any) -> None:
+    def __init__(self, model_dir: Path, models: str = "", *, just_started: bool = False, **settings: Any) -> None:
+        self.just_started = just_started
         self.model_dir = model_dir
         self.settings = RouterSettings(model=models or str(model_dir), port=0, registry_port=0, **settings)
         self.router = RouterProcess(self.settings)
@@ -43,6 +46,9 @@ class Mesh:
 
     async def start(self) -> None:
         await self.router.start()
+        if not self.just_started:
+            for model in self.router.model_routers:
+                model.service._workers_back_by_s = 0.0
         self.channel = open_channel(self.router.public.address)
         self.stub = generation_pb2_grpc.GenerationStub(self.channel)
 

@@ -27,7 +27,9 @@ class Inbox(asyncio.Queue[decode_pb2.AttachResponse]):
 
 
 class FakeRouter:
-    """Attaches, starts, prefills, collects tokens by request."""
+    """Attaches, starts, prefills, collects tokens by request. With `ends_commands`, as routers do once they have read
+    all that a worker has to say.
+    """
 
     def __init__(
         self, rig: WorkerRig, attach: grpc.aio.StreamStreamCall, prefill: prefill_pb2_grpc.PrefillStub
@@ -36,6 +38,7 @@ class FakeRouter:
         self.attach = attach
         self.prefill_stub = prefill
         self.incarnation = INCARNATION
+        self.ends_commands = True
         self.writing = asyncio.Lock()  # gRPC takes one write at a time
         self.inbox: dict[str, Inbox] = {}
 
@@ -46,6 +49,9 @@ class FakeRouter:
                 for output in message.step.outputs:
                     one = decode_pb2.AttachResponse(step=decode_pb2.StepOutputs(outputs=[output]))
                     self.box(output.request_id).put_nowait(one)
+            elif kind == "ended":
+                if self.ends_commands:
+                    await self.attach.done_writing()
             else:
                 self.box(getattr(message, kind).request_id).put_nowait(message)
 

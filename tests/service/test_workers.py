@@ -199,6 +199,15 @@ async def test_a_drained_worker_has_sent_its_last_tokens(monkeypatch: pytest.Mon
         assert await router.collect(request) == fake_continuation([1, 2, 3], 6)
 
 
+async def test_a_drained_worker_does_not_wait_for_ever_for_a_router_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decode_worker.service._LAST_READ_S", 0.3)
+    async with worker_rig() as rig, fake_router(rig) as router:
+        router.ends_commands = False
+        drained = asyncio.create_task(rig.decode_service.drained())
+        assert not (await asyncio.wait([drained], timeout=0.1))[0]
+        await asyncio.wait_for(drained, 60)
+
+
 async def test_strangers_and_former_selves_are_refused() -> None:
     async with worker_rig() as rig, open_channel(rig.decode_address) as channel:
         stub = decode_pb2_grpc.DecodeStub(channel)

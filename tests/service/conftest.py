@@ -28,8 +28,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Mesh:
-    """One router and its workers. A router that has `just_started` waits for workers that it may have had before; others
-    refuse at once what no worker can do.
+    """One router and its workers. A router that has `just_started` waits for workers that it may have had before;
+    others refuse at once what no worker can do.
     """
 
     def __init__(self, model_dir: Path, models: str = "", *, just_started: bool = False, **settings: Any) -> None:

@@ -203,6 +203,8 @@ async def test_a_drained_worker_does_not_wait_for_ever_for_a_router_to_read(monk
     monkeypatch.setattr("decode_worker.service._LAST_READ_S", 0.3)
     async with worker_rig() as rig, fake_router(rig) as router:
         router.ends_commands = False
+        await router.start(request := make_request("a", [1, 2, 3], max_new_tokens=2))
+        await router.collect(request)
         drained = asyncio.create_task(rig.decode_service.drained())
         assert not (await asyncio.wait([drained], timeout=0.1))[0]
         await asyncio.wait_for(drained, 60)

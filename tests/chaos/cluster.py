@@ -92,7 +92,6 @@ class Node:
         self.log_path = log_path
         self._forks = forks
         self.exits: list[Exit] = []
-        self.num_starts = 0
         self.code = ROOT
         """The checkout that its next run is of."""
         self._command = command
@@ -144,7 +143,6 @@ class Node:
         while not self._is_stopping:
             self._process = await self._start()
             with self.log_path.open("ab", buffering=0) as log:
-                self.num_starts += 1
                 await asyncio.gather(*(_copy(each, log) for each in (self._process.stdout, self._process.stderr)))
                 status = await self._process.wait()
             async with self._ended:
@@ -190,7 +188,6 @@ class Cluster:
         programs = [(sys.executable, "-m", module) for module in _MODULES.values()]
         self._forks = ForkServer(programs, self._environ, print) if can_fork() else None
         self.nodes = {name: self._node(name, port) for name, port in ports.items()}
-        self.started_in_s = 0.0
 
     @property
     def routers(self) -> list[str]:
@@ -293,14 +290,12 @@ class Cluster:
 
     async def start(self) -> None:
         """Start everything at once; returns when all are ready."""
-        started_s = time.monotonic()
         await self.redis.start()
         for proxy in self.proxies.values():
             await proxy.start()
         for node in self.nodes.values():
             node.start()
         await self.wait_whole()
-        self.started_in_s = time.monotonic() - started_s
 
     async def stop(self) -> None:
         """In the order of requests: gateways, routers, workers."""

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import tandem
-from router.admission.permit_leases import LeaseTimes
 from tests.chaos.cluster import Cluster
 from tests.chaos.watch import leased, replayed
 
@@ -171,14 +170,6 @@ async def permits_return_s(cluster: Cluster, within_s: float = 60.0) -> float:
             assert time.monotonic() - began_s < within_s, f"{count} permits are leased after {within_s:g} s"
             await asyncio.sleep(0.05)
     return time.monotonic() - began_s
-
-
-async def permits_settled(cluster: Cluster, within_s: float = 60.0) -> None:
-    """Return when routers trust Redis's count again. Until then one that has just started gives no permits."""
-    async with asyncio.timeout(within_s), cluster.redis.client() as redis:
-        while await redis.exists("tandem:settling@tiny"):  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-    await asyncio.sleep(2 * LeaseTimes().renew_s)  # and each router has seen it
 
 
 @dataclass(frozen=True, slots=True)

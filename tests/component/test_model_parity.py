@@ -25,7 +25,7 @@ from tests.component.checkpoints import (
     randomise,
     save_tokenizer,
 )
-from tests.component.driving import Driver
+from tests.component.driving import Driver, Run
 from tests.component.parity import check_half_precision, check_parity, half_tolerance, prompts, run_mixed
 from tests.fakes.requests import make_request
 
@@ -129,13 +129,19 @@ def test_replay_continues_the_same(checkpoint: Checkpoint, family: str, arm: str
 
 
 def check_replay(driver: Driver) -> None:
+    whole, replayed = replay(driver)
+    assert replayed.token_ids == whole.token_ids[5:]
+
+
+def replay(driver: Driver) -> tuple[Run, Run]:
+    """A run, and one that goes on after its first 5 tokens."""
     prompt = prompts()[1]
     whole = driver.add(make_request("whole", prompt, max_new_tokens=12))
     driver.finish(whole)
     history = [*prompt, *whole.token_ids[:5]]
     replayed = driver.add(make_request("replay", history, max_new_tokens=12, num_prompt_tokens=len(prompt)))
     driver.finish(replayed, chunk=9)
-    assert replayed.token_ids == whole.token_ids[5:]
+    return whole, replayed
 
 
 _OF_STATES = ["lfm2", "qwen3.5-moe", "nemotron-h", "falcon-h1", "mamba2", "jamba", "mamba", "falcon-mamba"]
@@ -147,13 +153,7 @@ _REPLAYED += [*_OF_STATES, *COMPILED_MIXED]
 @pytest.mark.parametrize("family", _REPLAYED)
 def test_compiled_replay_gives_the_same_numbers(checkpoint: Checkpoint, family: str, quantize: str) -> None:
     """ALiBi, soft caps, two kinds of rotary positions, norms after attention, blocks side by side, experts, states."""
-    driver = Driver(load_arm(checkpoint(family), "compiled", quantize=quantize))
-    prompt = prompts()[1]
-    whole = driver.add(make_request("whole", prompt, max_new_tokens=12))
-    driver.finish(whole)
-    history = [*prompt, *whole.token_ids[:5]]
-    replayed = driver.add(make_request("replay", history, max_new_tokens=12, num_prompt_tokens=len(prompt)))
-    driver.finish(replayed, chunk=9)
+    whole, replayed = replay(Driver(load_arm(checkpoint(family), "compiled", quantize=quantize)))
     assert replayed.tokens == whole.tokens[5:]
 
 

@@ -22,8 +22,10 @@ Beside it:
     timeline.py, journal.py, history.py       record what happened; api/operators.py and metrics.py show it
     tenants.py                                the callers
     readiness.py                              whether the models can be served
+    served_model.py                           name, facts, tokenizer and limits of a model
     advice.py, role_switching.py              advice to add, remove and switch workers, and switches by it
     model_router.py                           puts the parts of one model together
+    garbage.py                                when Python collects garbage
 """
 
 from mesh.interrupts import end_imports_quietly

@@ -10,6 +10,7 @@ workers.py                       workers, drain, undrain, switch
 models.py                        models, traffic
 generate.py, chat.py             answers in the terminal
 keys.py                          API keys
+batch.py                         a file of requests, answered with idle capacity (gateway/batches/)
 bench.py                         the load test (load_test/)
 plan.py                          memory, speed and workers by formula (capacity/)
 simulate.py                      a trace of requests in virtual time (simulation/)

@@ -2,6 +2,7 @@
 
     python -m bench.speculative                      # the bundled pair of models
     python -m bench.speculative --extra-layers 60    # the same answers from a slower model
+    python -m bench.speculative --model DIR          # DIR by bench.mtp_layer: with a layer of multi-token prediction
 
 The bundled model is so small that a step is mostly overhead. With extra layers that do not change the output
 (`write_deeper`), it gives the same answers at the cost of a larger model. All arms answer the same questions, in turn
@@ -36,7 +37,7 @@ from tandem_cli.model_files.model_folders import BUNDLED, BUNDLED_MODELS
 from worker.load_engine import load_engine
 from worker.runner_settings import EngineLimits
 
-_ARMS = ("none", "ngram", "draft")
+_ARMS = ("none", "ngram", "draft", "mtp")
 _MAX_NEW_TOKENS = 96
 _SEED = 5
 _LAYER = "model.layers.{}."
@@ -124,8 +125,9 @@ def main() -> None:
         model_dir = options.model
         if options.extra_layers:
             model_dir = write_deeper(model_dir, options.extra_layers, Path(folder))
-        engines = {arm: Engine(model_dir, arm, options) for arm in _ARMS}
-        table = _table(model_dir, options)
+        has_layer = "num_nextn_predict_layers" in json.loads((model_dir / "config.json").read_text())
+        engines = {arm: Engine(model_dir, arm, options) for arm in (_ARMS if has_layer else _ARMS[:-1])}
+        table = _table(model_dir, options, *(["mtp"] if has_layer else []))
         with showing(table.rows, lambda: Console(width=150).print(table)):
             for name, text in _TEXTS.items():
                 for num_prompts in options.batch:
@@ -135,13 +137,18 @@ def main() -> None:
 
 
 def write_deeper(model_dir: Path, num_extra: int, folder: Path) -> Path:
-    """Copy a Llama checkpoint and add `num_extra` layers with the shapes of the last layer; returns the new folder."""
+    """Copy a Llama checkpoint, or one by bench.mtp_layer, and add `num_extra` layers with the shapes of the last layer;
+    returns the new folder.
+    """
     deeper = folder / f"{model_dir.name}+{num_extra}"
     shutil.copytree(model_dir, deeper)
     config = json.loads((model_dir / "config.json").read_text())
     num_layers = config["num_hidden_layers"]
     tensors = load_file(model_dir / "model.safetensors")
     last_layer = {name: tensor for name, tensor in tensors.items() if name.startswith(_LAYER.format(num_layers - 1))}
+    behind = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_LAYER.format(num_layers))}
+    new_stem, old_stem = _LAYER.format(num_layers + num_extra), _LAYER.format(num_layers)
+    tensors |= {new_stem + name.removeprefix(old_stem): tensor for name, tensor in behind.items()}
     for extra in range(num_extra):
         for name, tensor in last_layer.items():
             part = name.removeprefix(_LAYER.format(num_layers - 1))
@@ -149,7 +156,10 @@ def write_deeper(model_dir: Path, num_extra: int, folder: Path) -> Path:
                 torch.zeros_like(tensor) if part in _OUTPUT_MATRICES else tensor.clone()
             )
     save_file(tensors, deeper / "model.safetensors", metadata={"format": "pt"})
-    (deeper / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers + num_extra}))
+    changed = {"num_hidden_layers": num_layers + num_extra}
+    if "first_k_dense_replace" in config:
+        changed["first_k_dense_replace"] = num_layers + num_extra + 1
+    (deeper / "config.json").write_text(json.dumps(config | changed))
     return deeper
 
 
@@ -194,9 +204,9 @@ def _prompts(model_dir: Path, text: Text, count: int) -> tuple[list[list[int]], 
     return [tokenizer.encode(chat, add_special_tokens=False) for chat in chats], eos
 
 
-def _table(model_dir: Path, options: argparse.Namespace) -> Table:
+def _table(model_dir: Path, options: argparse.Namespace, *others: str) -> Table:
     title = f"{model_dir.name}, {options.quantize}; one core, tokens/s (lowest..highest of {options.repeats})"
-    return Table("text", "at once", "without", "ngram", f"draft: {options.draft_model.name}", title=title)
+    return Table("text", "at once", "without", "ngram", f"draft: {options.draft_model.name}", *others, title=title)
 
 
 def _options() -> argparse.Namespace:

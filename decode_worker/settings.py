@@ -9,7 +9,7 @@ from mesh.setting_checks import require_at_least
 from mesh.settings import setting
 from worker.settings import WorkerSettings
 
-SPECULATIONS = ("auto", "none", "ngram", "draft")
+SPECULATIONS = ("auto", "none", "ngram", "mtp", "draft")
 _USUAL_DRAFTS = 8
 _MAX_DRAFTS = 64
 
@@ -42,7 +42,8 @@ class DecodeSettings(WorkerSettings):
     )
     speculative: str = setting(
         "auto",
-        "speculative decoding: none, ngram (continuations of earlier occurrences), draft (a smaller model); "
+        "speculative decoding: none, ngram (continuations of earlier occurrences), mtp (the model's own layer of "
+        "multi-token prediction), draft (a smaller model); "
         "auto: chosen by draft_model and num_speculative_tokens",
     )
     draft_model: str = setting("", "the draft model, named like model; it must have the same tokenizer")
@@ -65,7 +66,7 @@ class DecodeSettings(WorkerSettings):
             )
         if self.speculative == "draft" and not self.draft_model:
             raise ConfigurationError("speculative=draft needs a draft_model")
-        if self.speculative in ("none", "ngram") and self.draft_model:
+        if self.speculative in ("none", "ngram", "mtp") and self.draft_model:
             raise ConfigurationError(
                 f"draft_model={self.draft_model} and speculative={self.speculative} do not fit: "
                 "set speculative=draft, or leave draft_model out"

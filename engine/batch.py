@@ -5,6 +5,7 @@ A batch is in flight from `schedule` to `update`. There may be as many as the mo
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.sequence import SequenceState
 from mesh.domain.tokens import SequenceKey
@@ -54,18 +55,28 @@ def batch_order(item: ScheduledSequence) -> tuple[bool, str]:
     return item.num_tokens > 1, item.sequence.spec.adapter
 
 
+class HiddenStates(Protocol):
+    """A tensor [rows, hidden_size] on the model's device."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> "HiddenStates": ...
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """The work of one step. Items with a single token come first.
 
     `copies` are pairs of blocks (source, target) to copy before the forward pass, `saves` those to copy after it.
-    `number` identifies the batch to the scheduler while the batch is in flight.
+    `number` identifies the batch to the scheduler while the batch is in flight. `previous`, for a layer of multi-token
+    prediction: the hidden states of the tokens before those of the step.
     """
 
     items: tuple[ScheduledSequence, ...]
     copies: tuple[tuple[int, int], ...] = ()
     number: int = 0
     saves: tuple[tuple[int, int], ...] = ()
+    previous: tuple[HiddenStates, ...] = ()
 
     @property
     def num_tokens(self) -> int:

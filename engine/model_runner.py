@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.adapter_slots import AdapterSlots
-from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.batch import HiddenStates, ScheduledBatch, ScheduledSequence
 from engine.decode_graphs import DecodeGraphs
 from engine.device_copies import DeviceCopies, copies_for
 from engine.finite import items_not_finite, scores_are_finite, sum_of
@@ -24,6 +25,7 @@ from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
 from engine.models.kv_groups import num_final_kv_layers
 from engine.models.model_config import ModelConfig
+from engine.models.norms import Norm
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.sampling.masks import TokenMasks
 from engine.sampling.sampler import Sampler
@@ -61,7 +63,7 @@ class ModelRunner:
     ) -> None:
         self.kv_cache = kv_cache
         self._graphs = graphs
-        self._model = model
+        self.model = model
         self._layers_per_group = layers_per_group
         self._group_bytes = group_bytes
         self._masks = masks
@@ -84,6 +86,8 @@ class ModelRunner:
         )
         # A builder's arrays, and their copies, are in use until the step ends.
         self._builders = cycle([(new_builder(), copies_for(device)) for _ in range(max_in_flight)])
+        self.result_norm: Norm | None = None
+        """If set, outputs have the hidden states of sampled rows, normed by it."""
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
         self.rank_pids: tuple[int, ...] = ()
@@ -91,15 +95,15 @@ class ModelRunner:
 
     @property
     def config(self) -> AnyConfig:
-        return self._model.config
+        return self.model.config
 
     @property
     def attention_backend(self) -> str:
-        return self._model.attention_backend
+        return self.model.attention_backend
 
     @property
     def phase_cycles(self) -> NDArray[np.int64] | None:
-        return self._model.phase_cycles
+        return self.model.phase_cycles
 
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
@@ -113,7 +117,7 @@ class ModelRunner:
         if self.kv_cache.clears_new:
             self._clear_new(batch)
         announce = partial(self._announce, partial(on_layers, batch)) if on_layers is not None else None
-        finish, sample_rows = self._forward(step, copies, announce)
+        finish, sample_rows = self._forward(step, copies, announce, batch.previous)
         return partial(self._finish, batch, sequences, finish, step.query_starts.tolist(), sample_rows)
 
     @torch.inference_mode()
@@ -131,10 +135,15 @@ class ModelRunner:
         self._use_threads()
         tokens, hidden_sum = self._sample(batch, hidden, sample_rows, sequences)
         broken = items_not_finite(hidden, starts, hidden_sum)
-        return [
+        outputs = [
             self._output(item, hidden, start, sampled, is_broken=i in broken)
             for i, (item, sampled, start) in enumerate(zip(batch.items, tokens, starts[:-1], strict=True))
         ]
+        if self.result_norm is None:
+            return outputs
+        normed = self.result_norm((hidden if sample_rows is None else hidden[sample_rows]).float())
+        rows = torch.split(normed, [1 + len(item.drafts) if item.needs_sampling else 0 for item in batch.items])
+        return [replace(each, hidden=own[: len(each.tokens)]) for each, own in zip(outputs, rows, strict=True)]
 
     @torch.inference_mode()
     def prompt_logits(self, prompt: SequenceState, places: range) -> Tensor:
@@ -145,15 +154,19 @@ class ModelRunner:
         builder, copies = next(self._builders)
         step = builder.build(ScheduledBatch((ScheduledSequence(prompt, 0, prompt.num_prompt_tokens),)))
         finish, _ = self._forward(replace(step, reads_all=True), copies, None)
-        return self._model.logits(finish()[places.start : places.stop]).values
+        return self.model.logits(finish()[places.start : places.stop]).values
 
     def _use_threads(self) -> None:
         """Set torch's number of threads, which is kept per thread, and set by every model on it."""
-        if torch.get_num_threads() != self._model.num_torch_threads:
-            torch.set_num_threads(self._model.num_torch_threads)
+        if torch.get_num_threads() != self.model.num_torch_threads:
+            torch.set_num_threads(self.model.num_torch_threads)
 
     def _forward(
-        self, step: StepInput, copies: DeviceCopies, announce: Callable[[Span], None] | None
+        self,
+        step: StepInput,
+        copies: DeviceCopies,
+        announce: Callable[[Span], None] | None,
+        previous: tuple[HiddenStates, ...] = (),
     ) -> tuple[Finish, Tensor | None]:
         """Begin to compute the hidden states of the step's tokens. Returns also the rows to sample; None: all."""
         for source, target in step.copies:
@@ -163,8 +176,10 @@ class ModelRunner:
             return (lambda: hidden), None
         groups = LayerGroups(self.config.num_layers, self._group_size(len(step.token_ids)), announce)
         token_ids, sample_rows, metadata = step.on_device(copies)
+        if previous:
+            metadata = replace(metadata, previous=torch.cat(cast("tuple[Tensor, ...]", previous)))
         all_rows = len(sample_rows) == len(token_ids)
-        return self._model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
+        return self.model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
 
     def _announce(self, on_layers: Callable[[Span], None], computed: Span) -> None:
         layers = self._final_layers(computed)
@@ -222,7 +237,7 @@ class ModelRunner:
 
     @property
     def borrows_cores(self) -> bool:
-        return self._model.borrows_cores
+        return self.model.borrows_cores
 
     def prepare(self, choices: Sequence[SequenceState]) -> "list[Future[None]]":
         preparing = [self._masks.prepare(sequence) for sequence in choices]
@@ -231,7 +246,7 @@ class ModelRunner:
         return [future for future in preparing if future is not None]
 
     def use_cores(self, lent: Cores) -> None:
-        self._model.use_cores(lent)
+        self.model.use_cores(lent)
 
     def forget(self, sequence: SequenceState) -> None:
         self._sampler.forget(sequence)
@@ -266,7 +281,7 @@ class ModelRunner:
         if not sequences:
             return [()] * len(batch.items), sums[0].item()
         chosen = hidden if sample_rows is None else hidden[sample_rows]
-        drawn = self._sampler.draw(self._model.logits(chosen), sequences)
+        drawn = self._sampler.draw(self.model.logits(chosen), sequences)
         sums_and_drawn = self._copies.to_host([*sums, *drawn.tensors])
         hidden_sum = sums_and_drawn[0].item() if needs_sum else 0.0
         sampled = iter(drawn.read(sums_and_drawn[len(sums) :]))
@@ -284,7 +299,7 @@ class ModelRunner:
         scores: list[PromptLogprob] = []
         for start in range(0, len(targets), rows_at_once):
             token_ids = targets[start : start + rows_at_once]
-            logits = self._model.logits(hidden[start : start + len(token_ids)])
+            logits = self.model.logits(hidden[start : start + len(token_ids)])
             scored = self._sampler.score(logits, token_ids, [sequence.spec.top_logprobs] * len(token_ids))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.batch import ScheduledBatch
+from engine.batch import HiddenStates, ScheduledBatch
 from engine.sequence import SequenceState
 from mesh.domain.errors import MeshError
 from mesh.domain.kv import Span
@@ -20,12 +20,14 @@ class RunnerOutput:
     has none if the drafts have spoiled the step: the KV of the item is cleared, and is computed again without drafts.
     `prompt_logprobs`, only if requested, has one entry for each prompt token at positions `start + 1 .. end`; the first
     prompt token has none. With a `failure` the sequence ends and its tokens are invalid: InvalidRequest if the grammar
-    of its structure fails, ModelFailed if the model computed NaN or infinity.
+    of its structure fails, ModelFailed if the model computed NaN or infinity. `hidden`, only if a drafter reads it: the
+    normed hidden states from which `tokens` were sampled, a row for each.
     """
 
     tokens: tuple[SampledToken, ...] = ()
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     failure: MeshError | None = None
+    hidden: HiddenStates | None = None
 
 
 LayerHook = Callable[[ScheduledBatch, Span], None]

@@ -43,6 +43,7 @@ class RunnerSettings:
     graphs: GraphSettings = NO_GRAPHS
     keep_all_kv: bool = False  # also KV behind sliding windows, which is freed otherwise
     compile_all: bool = False  # see CompiledDecoder
+    is_mtp: bool = False  # load the model's layer of multi-token prediction in place of the model
 
     def __post_init__(self) -> None:
         require_known(self)

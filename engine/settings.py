@@ -136,8 +136,8 @@ def graph_sizes(value: str, max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """`kind` is none, ngram, or draft, which needs a `draft_model`; `max_drafts` limits the drafts of a sequence in a
-    step.
+    """`kind` is none, ngram, mtp, or draft, which needs a `draft_model`; `max_drafts` limits the drafts of a sequence
+    in a step.
     """
 
     kind: str = "none"

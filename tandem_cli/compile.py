@@ -15,6 +15,7 @@ SETTINGS = (
     "tensor_parallel",
     "pipeline_parallel",
     "adapter",
+    "speculative",
     "draft_model",
     "load_format",
     "revision",

@@ -147,6 +147,7 @@ def load_engine(
         limits.speculation,
         # No memory of its own: its KV is already part of companion_block_bytes.
         replace(runner_settings, num_blocks=num_blocks, kv_memory=KVMemorySettings()),
+        runner,
         lambda draft: load(draft, None),
         max_batch_tokens=limits.max_batch_tokens,
     )

@@ -80,6 +80,7 @@ class ForwardMetadata:
     masks: dict[object, Tensor] = field(default_factory=dict)  # built once per step, shared by its layers
     num_groups: int = 1  # see KVGroups; attention backends get the metadata of one group
     result_rows: Tensor | None = None  # [rows] int64, ascending: those whose result is read; None: all
+    previous: Tensor | None = None  # [num_tokens, hidden_size], see ScheduledBatch
 
     def by_group(self) -> "list[ForwardMetadata]":
         """The metadata of each group."""

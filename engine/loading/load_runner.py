@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import structlog
 import torch
@@ -18,10 +19,11 @@ from engine.loading.activation_memory import step_bytes
 from engine.loading.graphs import graph_bytes, load_graphs
 from engine.loading.load_phases import load_phase
 from engine.loading.memory_needs import enter_ledger, kv_blocks, weights_bytes
-from engine.loading.resolve import freed_windows, kv_layout, resolve, why_eager
+from engine.loading.resolve import config_of, kv_layout, require_mtp, resolve, why_eager
 from engine.loading.runner_parts import assemble_runner, decoder_memory, load_packed, load_parameters
 from engine.loading.stored_parameters import specs_of
 from engine.loading.weights import Progress
+from engine.model import Model
 from engine.model_runner import ModelRunner
 from engine.models.adapters import adapter_shapes, load_adapter
 from engine.models.compiled_decoder import CompiledDecoder
@@ -29,13 +31,16 @@ from engine.models.decoder import Decoder
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.model import EncoderDecoder
 from engine.models.model_config import ModelConfig
+from engine.models.mtp import MtpInput, input_specs, own_specs
+from engine.models.norms import Norm
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
 from engine.models.share import ALONE, rank_share
 from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
-from engine.settings import Speculation
+from engine.settings import NO_GRAPHS, Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
+from engine.speculation.mtp import MtpDrafter
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
@@ -45,9 +50,12 @@ log = structlog.get_logger(__name__)
 _AnyModel = CompiledDecoder | Decoder | EncoderDecoder
 
 
-def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
+def load_model_runner(
+    settings: RunnerSettings, on_progress: Progress | None = None, large: Model | None = None
+) -> ModelRunner:
     """Load weights, allocate the KV cache, choose the attention backend. For one rank: see load_ranked_runner in
-    `engine/ranks/launch.py`. Raises ConfigurationError.
+    `engine/ranks/launch.py`. A layer of multi-token prediction shares weights with the `large` model that has it.
+    Raises ConfigurationError.
     """
     if settings.degrees != ALONE:
         raise ConfigurationError(
@@ -59,7 +67,7 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     captured_bytes = graph_bytes(settings, config, layout)
     later_bytes = captured_bytes + step_bytes(settings, config) + settings.companion_bytes
     memory_share = enter_ledger(settings, config, later_bytes)
-    build = _load_model(settings, config, layout, on_progress)
+    build = _load_model(settings, config, layout, on_progress, large)
     with load_phase("kv"), kv_blocks(layout, settings, memory_share) as num_blocks:
         cache = KVCache(
             layout,
@@ -75,7 +83,10 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
             compile_helpers()
         adapters = _adapter_slots(settings, model)
         graphs = load_graphs(settings, model, cache) if isinstance(model, Decoder) else None
-    return assemble_runner(settings, model, cache, adapters=adapters, graphs=graphs)
+    runner = assemble_runner(settings, model, cache, adapters=adapters, graphs=graphs)
+    if settings.is_mtp:
+        runner.result_norm = load_result_norm(settings)
+    return runner
 
 
 def _adapter_slots(settings: RunnerSettings, model: _AnyModel) -> AdapterSlots | None:
@@ -92,7 +103,11 @@ def _adapter_slots(settings: RunnerSettings, model: _AnyModel) -> AdapterSlots |
 
 
 def _load_model(
-    settings: RunnerSettings, config: AnyConfig, layout: KVLayout, on_progress: Progress | None
+    settings: RunnerSettings,
+    config: AnyConfig,
+    layout: KVLayout,
+    on_progress: Progress | None,
+    large: Model | None,
 ) -> Callable[[KVCache], _AnyModel]:
     """Load the weights. Returns the function that builds the model on its cache."""
     if isinstance(config, EncoderDecoderConfig):
@@ -103,11 +118,12 @@ def _load_model(
             )
         parameters = load_parameters(settings, config, specs_of(settings, config), on_progress)
         return lambda cache: EncoderDecoder(config, parameters, decoder_memory(settings, config, cache))
-    reason = why_eager(settings, config, layout)
+    reason, mtp_input = why_eager(settings, config, layout), _load_mtp_input(settings)
     # An adapter that does not fit is refused before the model is read.
     shapes = adapter_shapes(settings.adapters, parameter_specs(config))
     if reason is None:
-        packed = load_packed(settings, config, rank_share(config), on_progress)
+        tables = large.tables(getattr(torch, settings.dtype)) if isinstance(large, CompiledDecoder) else None
+        packed = load_packed(settings, config, rank_share(config), on_progress, tables)
         return lambda cache: CompiledDecoder(
             config,
             packed,
@@ -115,93 +131,134 @@ def _load_model(
             adapter_shapes=shapes,
             num_adapter_slots=settings.num_adapter_slots,
             compile_all=settings.compile_all,
+            mtp_input=mtp_input,
         )
     log.info("decoder not compiled", reason=reason)
-    parameters = load_parameters(settings, config, parameter_specs(config), on_progress)
-    return lambda cache: Decoder(config, parameters, decoder_memory(settings, config, cache), adapter_shapes=shapes)
+    shared = large if isinstance(large, Decoder) else None
+    specs = parameter_specs(config) if shared is None else own_specs(config)
+    parameters = load_parameters(settings, config, specs, on_progress)
+    return lambda cache: Decoder(
+        config,
+        parameters,
+        decoder_memory(settings, config, cache),
+        adapter_shapes=shapes,
+        mtp_input=mtp_input,
+        shared=shared,
+    )
+
+
+def _load_mtp_input(settings: RunnerSettings) -> MtpInput | None:
+    """The input of the layer; None for other models."""
+    if not settings.is_mtp:
+        return None
+    config = load_config(settings.model_dir, settings.rope)
+    assert isinstance(config, ModelConfig)
+    return MtpInput.take(load_parameters(settings, config, input_specs(config)), config)
+
+
+def load_result_norm(settings: RunnerSettings) -> Norm:
+    """The final norm of a decoder, in fp32."""
+    resolved, config = resolve(settings)
+    assert isinstance(config, ModelConfig)
+    specs = [replace(spec, in_fp32=True) for spec in parameter_specs(config) if spec.name == "final_norm"]
+    # As a part of the checkpoint: nothing is said of tensors that are not used.
+    parameters = load_parameters(replace(resolved, is_mtp=True), config, specs)
+    return Norm(parameters.take("final_norm"), None, config.norm_eps)
 
 
 def draft_block_bytes(speculation: Speculation, settings: RunnerSettings) -> int:
-    """Bytes of a KV block in the draft model's cache; 0 without one. ConfigurationError if the models do not match."""
-    draft = _draft_settings(speculation, settings)
-    return 0 if draft is None else kv_layout(load_decoder_config(draft.model_dir), draft).block_bytes
+    """Bytes of a KV block in the drafter's cache; 0 if it has none. ConfigurationError if the models do not match."""
+    draft = draft_settings(speculation, settings)
+    return 0 if draft is None else kv_layout(config_of(draft), draft).block_bytes
 
 
 def draft_bytes(speculation: Speculation, settings: RunnerSettings) -> int:
-    """Memory of a GPU that the draft model takes for weights and graphs; 0 without a draft model, and on CPU, where
-    free memory is shared with everything else anyway. Raises ConfigurationError.
+    """Memory of a GPU that the drafter takes for weights and graphs; 0 without a model, and on CPU, where free memory
+    is shared with everything else anyway. Raises ConfigurationError.
     """
-    draft = _draft_settings(speculation, settings)
+    draft = draft_settings(speculation, settings)
     if draft is None or find_device(draft.device).type == "cpu":
         return 0
+    resolved, config = resolve(draft)
+    return draft_weights_bytes(draft) + graph_bytes(resolved, config, kv_layout(config, resolved))
+
+
+def draft_weights_bytes(draft: RunnerSettings) -> int:
+    """Memory of the weights that a drafter has for itself; see `draft_settings`. Raises ConfigurationError."""
     draft, config = resolve(draft)
-    captured_bytes = graph_bytes(draft, config, kv_layout(config, draft))
-    return weights_bytes(draft, specs_of(draft, config), config) + captured_bytes
+    if draft.is_mtp and isinstance(config, ModelConfig):
+        whole = load_config(draft.model_dir, draft.rope)
+        assert isinstance(whole, ModelConfig)
+        return weights_bytes(draft, [*own_specs(config), *input_specs(whole)], config)
+    return weights_bytes(draft, specs_of(draft, config), config)
 
 
 def load_speculator(
     speculation: Speculation,
     settings: RunnerSettings,
+    runner: Runner,
     load_draft: Callable[[RunnerSettings], Runner],
     *,
     max_batch_tokens: int,
 ) -> Speculator | None:
     """Build the speculator; None if speculation is off.
 
-    `settings`: those of the large model, with `num_blocks` set. `load_draft` loads the draft model, if there is one.
+    `settings`, `runner`: those of the large model, with `num_blocks` set. `load_draft` loads what drafts, if that is a
+    model.
     """
     if speculation.kind == "none":
         return None
-    draft = _draft_settings(speculation, settings)
+    draft = draft_settings(speculation, settings)
     drafter: Drafter = NgramDrafter()
     if draft is not None:
-        config = load_decoder_config(settings.model_dir)
-        drafter = DraftModel(
-            load_draft(draft),
-            max_model_len=load_decoder_config(draft.model_dir).max_model_len,
-            max_batch_tokens=max_batch_tokens,
-            windows=freed_windows(config, settings),
-            state_blocks=kv_layout(config, settings).state_blocks,
-        )
+        layout = kv_layout(load_decoder_config(settings.model_dir), settings)
+        limits = {"max_model_len": config_of(draft).max_model_len, "max_batch_tokens": max_batch_tokens}
+        if draft.is_mtp:
+            assert isinstance(runner, ModelRunner)
+            runner.result_norm = load_result_norm(settings)
+            drafter = MtpDrafter(load_model_runner(draft, large=runner.model), layout, **limits)
+        else:
+            drafter = DraftModel(load_draft(draft), layout, **limits)
     return Speculator(drafter, speculation.max_drafts)
 
 
-def _draft_settings(speculation: Speculation, settings: RunnerSettings) -> RunnerSettings | None:
-    """Settings of the draft model beside that of `settings`; None without one. ConfigurationError if the two differ in
-    what they must share.
+def draft_settings(speculation: Speculation, settings: RunnerSettings) -> RunnerSettings | None:
+    """Settings of the model that drafts beside that of `settings`; None without one. ConfigurationError if the two
+    differ in what they must share.
     """
+    if speculation.kind == "mtp":
+        require_mtp(settings)
+        draft = replace(settings, is_mtp=True, graphs=NO_GRAPHS)
+    elif speculation.draft_model is not None:
+        _require_fitting(speculation.draft_model, settings)
+        graphs = replace(settings.graphs, max_drafts=0)
+        draft = replace(settings, model_dir=speculation.draft_model, rope=NO_ROPE_OVERRIDE, graphs=graphs)
+    else:
+        return None
+    # It is small: one rank computes it.
+    return replace(draft, adapters=(), companion_bytes=0, keep_all_kv=True, tensor_parallel=1, pipeline_parallel=1)
+
+
+def _require_fitting(draft_model: Path, settings: RunnerSettings) -> None:
+    """Raise ConfigurationError for a draft model that cannot draft for that of `settings`."""
     model_dir = settings.model_dir
     config = load_config(model_dir)
-    if speculation.draft_model is None:
-        return None
     if isinstance(config, EncoderDecoderConfig):
         raise ConfigurationError(
-            f"draft_model {speculation.draft_model} does not fit {config.architecture}: draft models are for "
-            "decoder-only models; leave it out (speculative=ngram fits)"
+            f"draft_model {draft_model} does not fit {config.architecture}: draft models are for decoder-only models; "
+            "leave it out (speculative=ngram fits)"
         )
-    if load_decoder_config(speculation.draft_model).recurrent is not None:
+    if load_decoder_config(draft_model).recurrent is not None:
         raise ConfigurationError(
-            f"draft_model {speculation.draft_model} cannot draft: its recurrent states cannot go back behind a wrong "
-            "draft; choose another"
+            f"draft_model {draft_model} cannot draft: its recurrent states cannot go back behind a wrong draft; choose "
+            "another"
         )
-    facts, draft_facts = read_model_facts(model_dir), read_model_facts(speculation.draft_model)
+    facts, draft_facts = read_model_facts(model_dir), read_model_facts(draft_model)
     for name in ("vocab_size", "tokenizer_fingerprint"):
         actual, expected = getattr(draft_facts, name), getattr(facts, name)
         if actual != expected:
             raise ConfigurationError(
-                f"draft_model {speculation.draft_model} does not fit {model_dir}: {name} {actual}, not {expected}"
+                f"draft_model {draft_model} does not fit {model_dir}: {name} {actual}, not {expected}"
             )
     if facts.eos_token_ids and not draft_facts.eos_token_ids:
-        raise ConfigurationError(f"draft_model {speculation.draft_model} names no eos_token_id; {model_dir} does")
-    # It is small: one rank computes it.
-    return replace(
-        settings,
-        model_dir=speculation.draft_model,
-        rope=NO_ROPE_OVERRIDE,
-        adapters=(),
-        graphs=replace(settings.graphs, max_drafts=0),
-        companion_bytes=0,
-        keep_all_kv=True,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-    )
+        raise ConfigurationError(f"draft_model {draft_model} names no eos_token_id; {model_dir} does")

@@ -20,6 +20,7 @@ from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import IN_STEPS, PACKED
 from engine.models.kv_groups import group_windows, num_kv_layers
 from engine.models.model_config import ModelConfig
+from engine.models.mtp import input_specs, mtp_config, own_specs
 from engine.models.packed_weights import stores_steps
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
@@ -34,7 +35,7 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
     """The settings with device and dtype in place of "auto", the arithmetic that the checkpoint asks for, and the
     model's config. Raises ConfigurationError.
     """
-    config = load_config(settings.model_dir, settings.rope)
+    config = config_of(settings)
     device, dtype, quantize = str(find_device(settings.device)), _dtype(settings, config), _quantize(settings, config)
     settings = replace(settings, device=device, dtype=dtype, quantize=quantize)
     if quantize != "none" and (device, dtype) != ("cpu", "float32"):
@@ -48,6 +49,34 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
             f"{settings.model_dir} is partitioned, and load_format=dummy ignores weights: give the original checkpoint"
         )
     return settings, config
+
+
+def config_of(settings: RunnerSettings) -> AnyConfig:
+    """The config of what is loaded. Raises ConfigurationError."""
+    config = load_config(settings.model_dir, settings.rope)
+    if not settings.is_mtp:
+        return config
+    if isinstance(config, EncoderDecoderConfig):
+        raise ConfigurationError(f"speculative=mtp is for decoder-only models, not for {config.architecture}")
+    return mtp_config(config)
+
+
+def require_mtp(settings: RunnerSettings) -> None:
+    """Raise ConfigurationError if the checkpoint has no layer of multi-token prediction."""
+    config_of(replace(settings, is_mtp=True))
+    if read_partition(settings.model_dir) is not None:
+        raise ConfigurationError(
+            f"{settings.model_dir} is partitioned, and partitions have no layer of multi-token prediction: serve the "
+            "original checkpoint, or leave speculative=mtp out"
+        )
+    config = load_config(settings.model_dir, settings.rope)
+    assert isinstance(config, ModelConfig)
+    needed = [source.name for spec in input_specs(config) for source in spec.sources]
+    if settings.load_format != "dummy" and (missing := sorted(set(needed) - set(open_checkpoint(settings.model_dir)))):
+        raise ConfigurationError(
+            f"{settings.model_dir} has no layer of multi-token prediction: {missing[0]} is missing; leave "
+            "speculative=mtp out (speculative=ngram needs no weights)"
+        )
 
 
 def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -> str | None:
@@ -197,11 +226,18 @@ def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if (partition := read_partition(settings.model_dir)) is not None:
         return partition.dtype
     quantization = read_quantization(settings.model_dir)
-    if quantization is not None and not quantization.is_mxfp4:
+    if quantization is not None and not quantization.is_mxfp4 and _is_quantized(settings, config):
         return "float32"
     in_own_dtype = replace(settings, dtype=config.dtype)
     is_kept = settings.load_format == "dummy" or not rounded_to(in_own_dtype, config)
     return config.dtype if is_kept and _is_compiled(in_own_dtype, config) else "float32"
+
+
+def _is_quantized(settings: RunnerSettings, config: AnyConfig) -> bool:
+    """False for a layer of multi-token prediction in floating point, beside a model that is quantised."""
+    return not settings.is_mtp or (
+        isinstance(config, ModelConfig) and bool(read_modules(settings.model_dir, own_specs(config)))
+    )
 
 
 def rounded_to(settings: RunnerSettings, config: AnyConfig) -> str:

@@ -1,9 +1,11 @@
 """The parts of a runner, as every rank loads them: weights, decoder memory, memory for KV; and their assembly."""
 
+import structlog
 import torch
 
 from checkpoint.grammar import GrammarCompiler
 from checkpoint.partition_manifest import read_partition
+from checkpoint.tensors import open_checkpoint
 from engine.adapter_slots import AdapterSlots
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention
@@ -25,7 +27,8 @@ from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
-from engine.models.packed_decoder import pack_decoder
+from engine.models.mtp import mtp_tensors, own_specs
+from engine.models.packed_decoder import Tables, pack_decoder
 from engine.models.packed_weights import PackedDecoder
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
 from engine.models.share import RankShare, share_specs
@@ -33,6 +36,8 @@ from engine.runner_settings import RunnerSettings
 from engine.sampling.masks import TokenMasks
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Span
+
+log = structlog.get_logger(__name__)
 
 
 def assemble_runner(
@@ -58,17 +63,21 @@ def assemble_runner(
 
 
 def load_packed(
-    settings: RunnerSettings, config: ModelConfig, share: RankShare, on_progress: Progress | None = None
+    settings: RunnerSettings,
+    config: ModelConfig,
+    share: RankShare,
+    on_progress: Progress | None = None,
+    tables: Tables | None = None,
 ) -> PackedDecoder:
     """The weights of a rank of the compiled decoder: mapped if the model is partitioned, else read and packed one by
-    one. Raises ConfigurationError.
+    one, but for `tables`. Raises ConfigurationError.
     """
     partition = read_partition(settings.model_dir)
     if partition is not None:
         with load_phase("map"):
             return read_rank(partition, share.rank, share.degrees, settings.quantize, settings.dtype)
-    specs = share_specs(parameter_specs(config), config, share, "outputs")
-    packed = pack_decoder(config, _parameters(settings, config, specs, on_progress, is_packed=True), share)
+    specs = share_specs(parameter_specs(config) if tables is None else own_specs(config), config, share, "outputs")
+    packed = pack_decoder(config, _parameters(settings, config, specs, on_progress, is_packed=True), share, tables)
     return_freed_memory()
     return packed
 
@@ -134,9 +143,21 @@ def _parameters(
     target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, is_packed)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress, getattr(torch, config.dtype))
+    if settings.is_mtp:
+        return load_weights(settings.model_dir, specs, target, on_progress, is_part=True)
     tied = None if isinstance(config, EncoderDecoderConfig) else tied_names(config)
-    scales = scale_names(settings.model_dir) if _scales_kv(settings) else ()
-    return load_weights(settings.model_dir, specs, target, on_progress, tied=tied, used_elsewhere=scales)
+    others = [*scale_names(settings.model_dir)] if _scales_kv(settings) else []
+    others += _mtp_tensors(settings, config)
+    return load_weights(settings.model_dir, specs, target, on_progress, tied=tied, used_elsewhere=others)
+
+
+def _mtp_tensors(settings: RunnerSettings, config: AnyConfig) -> list[str]:
+    names = mtp_tensors(config, open_checkpoint(settings.model_dir)) if isinstance(config, ModelConfig) else []
+    if names:
+        log.info(
+            "the checkpoint has a layer of multi-token prediction: speculative=mtp drafts by it", tensors=len(names)
+        )
+    return names
 
 
 def dummy_weights(

@@ -97,9 +97,10 @@ def load_weights(
     *,
     tied: tuple[str, str] | None = None,
     used_elsewhere: Iterable[str] = (),
+    is_part: bool = False,
 ) -> Parameters:
     """The parameters of a checkpoint, which are read when they are taken. `tied`: see report_unused, which does not
-    report tensors that are `used_elsewhere`.
+    report tensors that are `used_elsewhere`, and nothing if the model `is_part` of what the checkpoint holds.
 
     `on_progress` receives the fraction of read elements, up to 1.0. Raises ConfigurationError with the file and the
     tensor that is missing or has the wrong shape or dtype; taking a parameter raises it if a number is not finite.
@@ -114,7 +115,8 @@ def load_weights(
     used |= {f"{module.name}.weight" for module in modules.values()}
     used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
-    report_unused(model_dir, stored, used, tied)
+    if not is_part:
+        report_unused(model_dir, stored, used, tied)
     factors = {spec.name: spec.factor for spec in specs if spec.is_matrix and target.is_packed}
     specs = [replace(spec, factor=1.0) if spec.name in factors else spec for spec in specs]
     kept = None

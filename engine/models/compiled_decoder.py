@@ -33,7 +33,9 @@ from engine.models.loop_constants import head_shapes, model_constants, parts_of_
 from engine.models.loop_memory import AMX_OPERANDS, LoopMemory
 from engine.models.loop_threads import LoopThreads
 from engine.models.model_config import ModelConfig
+from engine.models.mtp import MtpInput
 from engine.models.packed_adapters import PackedAdapters
+from engine.models.packed_decoder import Tables
 from engine.models.packed_weights import PackedDecoder
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.recurrent.state import RecurrentStates, state_steps
@@ -79,8 +81,9 @@ class CompiledDecoder:
         num_adapter_slots: int = 0,
         *,
         compile_all: bool = False,
+        mtp_input: MtpInput | None = None,
     ) -> None:
-        self.config = config
+        self.config, self._mtp_input = config, mtp_input
         self.attention_backend = "compiled"
         self._ranks = ranks or Alone()
         self._share = rank_share(config, self._ranks.rank, self._ranks.degrees)
@@ -119,6 +122,11 @@ class CompiledDecoder:
         if self._ranks.rank == 0:
             self._compile()
 
+    def tables(self, dtype: torch.dtype) -> Tables | None:
+        """Embedding and output matrix, for layers in `dtype`; None where ranks divide the output matrix."""
+        has_all = self._share.vocab.count == self.config.vocab_size
+        return Tables(self._embed, self._model.output, dtype) if has_all else None
+
     @property
     def phase_cycles(self) -> Int64s:
         """See engine.model.Model.phase_cycles. Counts the thread that calls `begin`."""
@@ -141,6 +149,8 @@ class CompiledDecoder:
 
     def begin(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Finish:
         residual = self._embedded(token_ids, metadata.positions)
+        if self._mtp_input is not None and metadata.previous is not None:
+            residual.copy_(self._mtp_input(residual, metadata.previous))
         self._ranks.begin_forward(metadata, layer_groups)
         self.run_layers(metadata, layer_groups.within(self.layers))
         return finish_with(self._ranks.end_forward(layer_groups), residual)

@@ -5,7 +5,9 @@ metadata, its output hidden states and logits.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cached_property, partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from engine.models.expert_products import ExpertProducts, why_not_on_device
 from engine.models.layer import run_layer, take_layer, take_norm
 from engine.models.linear import LinearLayer, Ops, Rows, make_linear
 from engine.models.model_config import ModelConfig
+from engine.models.mtp import MtpInput
 from engine.models.per_layer import LayerInputs, take_sized_layer
 from engine.models.rank_group import SummingGroup
 from engine.models.recurrent.for_kernels import KINDS
@@ -51,9 +54,13 @@ class Decoder:
         memory: DecoderMemory,
         ranks: SummingGroup | None = None,
         adapter_shapes: Sequence[AdapterWeights] = (),
+        mtp_input: MtpInput | None = None,
+        shared: "Decoder | None" = None,
     ) -> None:
+        """`shared`: the decoder whose embedding and output matrix are this one's, too."""
         self.config = config
         self._ranks = ranks
+        self._mtp_input = mtp_input
         self._adapters = Adapters(adapter_shapes)
         self.num_torch_threads = torch.get_num_threads()
         self._cache, self._attentions, self._scales = memory
@@ -67,7 +74,10 @@ class Decoder:
         self._expert_products = ExpertProducts(memory.cache.tensor.device) if on_device else None
         self._embedding: Embedding | None = None
         self._output: Output | None = None
-        if self.layers.first == 0:
+        if shared is not None:
+            assert shared._output is not None
+            self._embedding, self._output = shared._embedding, shared._output.with_norm(parameters)
+        elif self.layers.first == 0:
             self._embedding = Embedding(parameters, config)
             self._output = Output(parameters, config, self._embedding.weight)
         numbers, linears = range(self.layers.first, self.layers.end), self._adapters
@@ -117,6 +127,8 @@ class Decoder:
             self._states.begin(metadata)
         if self._embedding is not None:
             residual = self._embedding(token_ids, metadata.positions)
+            if self._mtp_input is not None and metadata.previous is not None:
+                residual = self._mtp_input(residual, metadata.previous)
         else:
             assert self._ranks is not None
             residual = self._ranks.residual(self._like, len(metadata.positions))
@@ -246,6 +258,12 @@ class Output:
         self._norm = take_norm(parameters, "final_norm", config) if config.final_norm else None
         self._project = None if config.embed_size is None else make_linear(parameters.take_linear("project_out"))
         self._lm_head = make_output(parameters.take_output(embedding))
+
+    def with_norm(self, parameters: Parameters) -> Self:
+        """This output matrix behind another final norm."""
+        other = copy(self)
+        other._norm = take_norm(parameters, "final_norm", self._config)
+        return other
 
     def __call__(self, hidden: Tensor) -> Tensor:
         # [num_rows, residual_width] -> [num_rows, vocab_size], fp32

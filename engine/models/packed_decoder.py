@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import attention_shape
-from engine.kernels.cpu.arguments import Array, Floats
+from engine.kernels.cpu.arguments import Array, Floats, Weights
 from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, PANEL
 from engine.kernels.cpu.products.packing import MatrixShape, Packer, as_array, unit_runs
 from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
@@ -42,20 +42,32 @@ _EXACT_LATENT_OUTPUTS = (torch.float8_e4m3fn, torch.float32)
 """Types of the output matrix with which the panels of latent attention are in fp32."""
 
 
-def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
-    """Take `parameters` one by one, and pack them. Raises ValueError for an encoding not in PACKED."""
+class Tables(NamedTuple):
+    """The embedding and the output matrix, as CompiledDecoder has them; `dtype`: of layers in floating point that are
+    packed beside them.
+    """
+
+    embed: Tensor
+    output: Weights
+    dtype: torch.dtype
+
+
+def pack_decoder(
+    config: ModelConfig, parameters: Parameters, share: RankShare, tables: Tables | None = None
+) -> PackedDecoder:
+    """Take `parameters` one by one, but not those in `tables`, and pack them. Raises ValueError if not in PACKED."""
     if parameters.encoding not in PACKED:
         raise ValueError(f"the compiled decoder cannot pack encoding {parameters.encoding!r}")
-    embed = parameters.take("embed")
-    packer = Packer(_matrix_shapes(config, share, parameters), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
+    embed = parameters.take("embed") if tables is None else tables.embed
+    dtype = embed.dtype if tables is None else tables.dtype
+    packer = Packer(_matrix_shapes(config, share, parameters), _PACKED_DTYPES.get(parameters.encoding, dtype))
     # First, as copies of a tied embedding would lie beside all layers later.
-    output_packer = _pack_output(parameters, embed, config, share)
+    output = tables.output if tables else _pack_output(parameters, embed, config, share)
     positions = _take_positions(parameters, config, share)
-    embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     numbers = range(share.layers.first, share.layers.end)
     norms, head_norms, activation, sinks, recurrences = [], [], [], [], []
     routers, packed = _empty_routers(config, len(numbers)), 0
-    latents = _empty_latents(config, len(numbers), is_exact=output_packer.dtype in _EXACT_LATENT_OUTPUTS)
+    latents = _empty_latents(config, len(numbers), is_exact=_output_dtype(parameters, dtype) in _EXACT_LATENT_OUTPUTS)
     for i, number in enumerate(numbers):
         layer, packed = f"layers.{number}", _pack_layer(packer, packed, parameters, config, number)
         if has_experts(config, number):
@@ -74,9 +86,9 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     return PackedDecoder(
         embed=as_array(embed if share.rank == 0 else embed[:0]),
         positions=positions,
-        embed_norm=embed_norm,
+        embed_norm=_take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0],
         weights=packer.weights,
-        output=output_packer.weights,
+        output=output,
         norms=np.stack(norms),
         final_norm=_take_norm(parameters, "final_norm", config),
         head_norms=np.stack(head_norms),
@@ -97,12 +109,15 @@ def _recurrent_fields(weights: RecurrentWeights) -> Mapping[str, Floats]:
     return {"conv_biases": fields.pop("biases"), "recurrent_norms": fields.pop("norms"), **fields}
 
 
-def _pack_output(parameters: Parameters, embed: Tensor, config: ModelConfig, share: RankShare) -> Packer:
+def _output_dtype(parameters: Parameters, dtype: torch.dtype) -> torch.dtype:
+    return {"fp8": torch.float8_e4m3fn, "float": dtype}.get(parameters.encoding, torch.int8)
+
+
+def _pack_output(parameters: Parameters, embed: Tensor, config: ModelConfig, share: RankShare) -> Weights:
     """Pack the output matrix. Of a tied embedding rank 0 holds all rows, other ranks their own."""
-    dtypes = {"fp8": torch.float8_e4m3fn, "float": embed.dtype}
-    packer = Packer([_output_shape(config, share, parameters, embed)], dtypes.get(parameters.encoding, torch.int8))
+    packer = Packer([_output_shape(config, share, parameters, embed)], _output_dtype(parameters, embed.dtype))
     _pack(packer, 0, parameters.take_output(embed[: share.vocab.count]))
-    return packer
+    return packer.weights
 
 
 def _pack_layer(packer: Packer, number: int, parameters: Parameters, config: ModelConfig, layer: int) -> int:

@@ -27,6 +27,7 @@ from engine.loading.weights import WeightsTarget, load_weights
 from engine.memory import return_freed_memory
 from engine.models.decoder import Embedding, Output
 from engine.models.encodings import OUTPUT
+from engine.models.mtp import mtp_tensors
 from engine.models.parameters import ParameterSpec, Source, tied_names
 from engine.models.per_layer import LayerInputs
 from engine.models.recurrent.parameters import UNQUANTIZED
@@ -141,7 +142,8 @@ def _require_room(folder: Path, out: Path, num_bytes: int) -> None:
 
 def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
     """Modules that are matrices to other readers and are not quantised: the output matrix, routers of experts, what
-    attention projects from latents, and all of a multimodal model that is not its text part.
+    attention projects from latents, a layer of multi-token prediction, and all of a multimodal model that is not its
+    text part.
     """
     # transformers' module of the output matrix is lm_head, whatever the tensor's name.
     kept = [checkpoint.config.tensors.lm_head, "lm_head"]
@@ -150,6 +152,7 @@ def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
         is_kept = is_kept or (spec.is_matrix and not _is_quantized(spec))
         names = zip(spec.sources, names_of(spec, checkpoint.stored), strict=True)
         kept += [name.removesuffix(".weight") for source, name in names if is_kept or source.name.endswith(UNQUANTIZED)]
+    kept += [name.removesuffix(".weight") for name in sorted(mtp_tensors(checkpoint.config, checkpoint.stored))]
     kept += [f"re:.*{part}.*" for name in sorted(checkpoint.stored) if (part := other_part(name)) is not None]
     return list(dict.fromkeys(kept))
 

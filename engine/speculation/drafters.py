@@ -20,9 +20,10 @@ from typing import Protocol
 import structlog
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.runner import Runner
+from engine.runner import Runner, RunnerOutput
 from engine.sequence import SequenceState
 from engine.speculation.cost import CostFit, StepCost
+from mesh.domain.kv import KVLayout
 from mesh.domain.kv_groups import NO_BLOCK
 from mesh.domain.tokens import SequenceKey
 
@@ -38,6 +39,8 @@ _MAX_COMPARED = 16
 """Tokens before an occurrence that are compared."""
 _MAX_INDEXED = 4096
 """Tokens of a sequence that a step indexes, in 2 ms at most: a long prompt holds up the steps of all others."""
+_DOUBT_DECAY = 0.99
+"""Per step without drafts: the measured cost of a round counts for less, so that a drafter is tried again."""
 _MAX_ROUND_TOKENS = 2
 """Tokens that a sequence computes in a round once it has caught up: the last accepted draft and the token after it."""
 
@@ -72,6 +75,10 @@ class Drafter(Protocol):
     def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[Drafts]:
         """Drafts for each sequence, at most its entry in `lengths`. The block tables have blocks for their KV."""
         ...
+
+    def learn(self, item: ScheduledSequence, output: RunnerOutput) -> None:
+        """Take what a step of the model has computed for a sequence, which has not got its tokens yet."""
+        return
 
     def round_cost(self) -> StepCost:
         """The cost of one more draft token for each of a number of sequences."""
@@ -159,31 +166,24 @@ def _continuation(token_ids: list[int], position: int, length: int) -> Drafts:
     return tuple(token_ids[position + i % period] for i in range(length))
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """A Drafter with its own model runner. A sequence for which that fails, such as with NaN, gets no more drafts.
 
-    `max_model_len` is the longest sequence of the draft model, `max_batch_tokens` the limit on tokens per round,
-    `windows` those of the large model's layout. If all groups have one, a sequence whose beginning has left the window
-    of the first gets no drafts. `state_blocks` of the large model's layout come first in a block table.
+    `layout` is that of the large model's KV, `max_model_len` the longest sequence of the draft model,
+    `max_batch_tokens` the limit on tokens per round. If all groups of layers have a window, a sequence whose beginning
+    has left that of the first group gets no drafts.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        max_model_len: int,
-        max_batch_tokens: int,
-        windows: tuple[int, ...] = (),
-        state_blocks: int = 0,
-    ) -> None:
-        self._windows = windows
-        self._state_blocks = state_blocks
+    def __init__(self, runner: Runner, layout: KVLayout, *, max_model_len: int, max_batch_tokens: int) -> None:
+        self._layout = layout
         self._runner = runner
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
         self._shadows: dict[SequenceKey, SequenceState] = {}
         self._failed: set[SequenceKey] = set()
         self._fit: CostFit | None = None
+        self._trust = 1.0  # in the measured cost
+        self._is_warm = False
 
     def prepare(self, choices: Sequence[SequenceState]) -> "Sequence[Future[None]]":
         return self._runner.prepare(choices)
@@ -202,22 +202,29 @@ class DraftModel:
         ]
 
     def _cannot_draft(self, sequence: SequenceState) -> bool:
-        has_left = self._windows and self._windows[0] and sequence.block_table[0] == NO_BLOCK
+        windows = self._layout.windows
+        has_left = windows and windows[0] and sequence.block_table[0] == NO_BLOCK
         return bool(has_left) or sequence.key in self._failed
 
     def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[Drafts]:
         """Sequences that the draft model has not caught up with get no drafts yet."""
         num_wanted = dict(zip((sequence.key for sequence in sequences), lengths, strict=True))
         shadows = [self._follow(sequence) for sequence in sequences if num_wanted[sequence.key]]
-        batch = self._first_round(shadows)
+        batch = self._batch(self._first_round(shadows))
         while batch.items:
             unfinished = [sequence for sequence in self._run(batch) if sequence.num_drafted < num_wanted[sequence.key]]
-            batch = ScheduledBatch(tuple(ScheduledSequence(s, s.num_computed_tokens, 1) for s in unfinished))
+            batch = self._batch([(sequence, 1) for sequence in unfinished])
         return [self._drafts(sequence) if num_wanted[sequence.key] else () for sequence in sequences]
 
     def round_cost(self) -> StepCost:
-        """Fitted to measured rounds; zero before the first one."""
-        return self._fit.cost if self._fit is not None else StepCost()
+        """Fitted to measured rounds; zero before the first one. It shrinks from call to call while there are no rounds:
+        one that a busy machine has held up must not be the last.
+        """
+        if self._fit is None:
+            return StepCost()
+        cost = StepCost(*(self._trust * seconds for seconds in self._fit.cost))
+        self._trust *= _DOUBT_DECAY
+        return cost
 
     def forget(self, sequence: SequenceState) -> None:
         self._failed.discard(sequence.key)
@@ -227,10 +234,7 @@ class DraftModel:
 
     def _follow(self, sequence: SequenceState) -> SequenceState:
         """Update the draft model's copy of a sequence to its verified tokens, without drafts."""
-        shadow = self._shadows.get(sequence.key)
-        if shadow is None:
-            spec = replace(sequence.spec, top_logprobs=0, prompt_logprobs=False, adapter="")
-            shadow = self._shadows[sequence.key] = SequenceState(spec)
+        shadow = self._shadow(sequence)
         first = shadow.num_tokens - shadow.num_drafted
         drafts, verified = shadow.token_ids[first:], sequence.token_ids[first:]
         rejected = (i for i, (draft, token) in enumerate(zip(drafts, verified, strict=False)) if draft != token)
@@ -238,19 +242,30 @@ class DraftModel:
         shadow.num_computed_tokens = min(shadow.num_computed_tokens, first + num_accepted)
         shadow.token_ids[first:] = verified
         shadow.num_drafted = 0
-        shadow.block_table = sequence.block_table[self._state_blocks :: max(1, len(self._windows))]
+        shadow.block_table = sequence.block_table[self._layout.state_blocks :: self._layout.groups.count]
         return shadow
 
-    def _first_round(self, shadows: list[SequenceState]) -> ScheduledBatch:
-        """A batch of the uncomputed tokens; sequences with the fewest come first."""
-        items: list[ScheduledSequence] = []
+    def _shadow(self, sequence: SequenceState) -> SequenceState:
+        shadow = self._shadows.get(sequence.key)
+        if shadow is None:
+            spec = replace(sequence.spec, top_logprobs=0, prompt_logprobs=False, adapter="")
+            shadow = self._shadows[sequence.key] = SequenceState(spec)
+        return shadow
+
+    def _first_round(self, shadows: list[SequenceState]) -> list[tuple[SequenceState, int]]:
+        """The sequences with uncomputed tokens, and how many of these fit; sequences with the fewest come first."""
+        counts: list[tuple[SequenceState, int]] = []
         budget = self._max_batch_tokens
         for shadow in sorted(shadows, key=lambda shadow: shadow.num_uncomputed_tokens):
             count = min(budget, shadow.num_uncomputed_tokens)
             if count > 0:
-                items.append(ScheduledSequence(shadow, shadow.num_computed_tokens, count))
+                counts.append((shadow, count))
                 budget -= count
-        return ScheduledBatch(tuple(items))
+        return counts
+
+    def _batch(self, counts: Sequence[tuple[SequenceState, int]]) -> ScheduledBatch:
+        """The next tokens of these sequences: so many of each."""
+        return ScheduledBatch(tuple(ScheduledSequence(each, each.num_computed_tokens, n) for each, n in counts))
 
     def _run(self, batch: ScheduledBatch) -> list[SequenceState]:
         """Run one round. Returns the sequences that got a token; the others are still catching up, or have failed."""
@@ -263,15 +278,20 @@ class DraftModel:
                 log.warning("no more drafts for a request", request_id=shadow.key[0], error=str(output.failure))
                 self._failed.add(shadow.key)
                 continue
-            shadow.num_computed_tokens = item.end
+            shadow.num_computed_tokens += item.num_tokens
             shadow.token_ids += [token.id for token in output.tokens]
             shadow.num_drafted += len(output.tokens)
             if output.tokens:
+                self._continue_from(shadow, output)
                 drafted.append(shadow)
-        if all(item.num_tokens <= _MAX_ROUND_TOKENS for item in batch.items):
+        if self._is_warm and all(item.num_tokens <= _MAX_ROUND_TOKENS for item in batch.items):
             self._fit = self._fit or CostFit()
             self._fit.learn(batch.num_tokens, 0, time.perf_counter() - began_s)
+        self._is_warm, self._trust = True, 1.0  # the first round of a process is slow
         return drafted
+
+    def _continue_from(self, shadow: SequenceState, output: RunnerOutput) -> None:
+        """Prepare the next round of a sequence that has got a draft."""
 
     def _drafts(self, sequence: SequenceState) -> Drafts:
         shadow = self._shadows[sequence.key]

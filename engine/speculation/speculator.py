@@ -71,6 +71,7 @@ class Speculator:
         num_drafts = 0
         for item, output in zip(batch.items, outputs, strict=True):
             num_drafts += len(item.drafts)
+            self.drafter.learn(item, output)
             if item.drafts and not output.tokens:
                 self._undrafted.add(item.sequence.key)
             elif item.drafts:

@@ -31,7 +31,7 @@ _SPECULATION: Mapping[str, str] = MappingProxyType(
 _CHECKPOINT_FORMATS = ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "marlin")
 _UNSUPPORTED_QUANTIZATIONS = ("bitsandbytes", "bitsandbytes-fp4", "bitsandbytes-nf4", "eetq", "smoothquant")
 _FILE_FORMATS = ("safetensors", "pt")
-_METHODS: Mapping[str, str] = MappingProxyType({"ngram": "ngram", "draft_model": "draft"})
+_METHODS: Mapping[str, str] = MappingProxyType({"ngram": "ngram", "draft_model": "draft", "mtp": "mtp"})
 ONE_DRAFT_RANK = "one process of a worker runs the draft model"
 
 Convert = Callable[[str], str]
@@ -148,8 +148,10 @@ def speculation(value: str) -> dict[str, str]:
     if unknown := options.keys() - _SPECULATION.keys():
         raise ConfigurationError(f"not supported: {', '.join(sorted(unknown))}; known are {', '.join(_SPECULATION)}")
     method = options.get("method", "draft_model" if "model" in options else "ngram")
+    if str(method).endswith("_mtp"):  # older names have the model's type in front
+        method = "mtp"
     if method not in _METHODS:
-        raise ConfigurationError(f"method must be ngram or draft_model, got {method!r}")
+        raise ConfigurationError(f"method must be ngram, mtp or draft_model, got {method!r}")
     return {_SPECULATION[name]: str(option) for name, option in options.items()} | {
         "decode.speculative": _METHODS[method]
     }

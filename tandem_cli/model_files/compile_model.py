@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from decode_worker.settings import DecodeSettings
 from engine.compiled_code import COMBINATIONS, CompiledCode, compile_code, why_not_kept
 from engine.kernels.cpu.compilation.compiler import code_folder
 from engine.kernels.cpu.machine import why_no_loops
+from engine.loading.load_runner import draft_settings
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import quiet_logs
@@ -60,7 +60,7 @@ def _all_settings(args: argparse.Namespace, chosen: dict[str, str]) -> Iterator[
 
 
 def _model_settings(model: str, chosen: dict[str, str]) -> Iterator[tuple[str, RunnerSettings]]:
-    """The settings of the model as its worker has them, and those of its draft model."""
+    """The settings of the model as its worker has them, and those of what drafts beside it."""
     adapters = {"adapter": ",".join(chosen["adapter"])} if isinstance(chosen.get("adapter"), list) else {}
     values = chosen | adapters
     model_dir = find_model(ModelSource(model, values.get("revision", "")))
@@ -70,11 +70,8 @@ def _model_settings(model: str, chosen: dict[str, str]) -> Iterator[tuple[str, R
     load_format = worker.load_format if load_format_of(model_dir) == "auto" else "dummy"
     settings = replace(base_runner_settings(worker), load_format=load_format)
     yield model, settings
-    if (draft := worker.speculation().draft_model) is not None:
-        yield (
-            f"draft model {draft.name}",
-            replace(settings, model_dir=Path(draft), adapters=(), tensor_parallel=1, pipeline_parallel=1),
-        )
+    if (draft := draft_settings(worker.speculation(), settings)) is not None:
+        yield "multi-token prediction" if draft.is_mtp else f"draft model {draft.model_dir.name}", draft
 
 
 def _report(name: str, code: CompiledCode, folder: str | None, *, as_json: bool) -> None:

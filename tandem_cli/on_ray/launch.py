@@ -17,11 +17,10 @@ from typing import Any
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from decode_worker.settings import DecodeSettings
-from engine.loading.load_runner import draft_block_bytes
+from engine.loading.load_runner import draft_block_bytes, draft_settings, draft_weights_bytes
 from engine.loading.resolve import kv_layout, resolve
 from engine.loading.stored_parameters import specs_of
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
-from engine.models.read_config import load_config
 from engine.runner_settings import RunnerSettings
 from engine.settings import NO_SPECULATION
 from mesh.domain.errors import ConfigurationError
@@ -291,9 +290,8 @@ def _cpu_need(name: str, settings: PrefillSettings | DecodeSettings) -> WorkerNe
         tokens = settings.max_batch_total_tokens
     else:
         slots = settings.prompts_at_once
-    if speculation.draft_model is not None:
-        draft = replace(runner, model_dir=speculation.draft_model)
-        weights_bytes += _weights_bytes(draft, load_config(draft.model_dir), Degrees())
+    if (draft := draft_settings(speculation, model)) is not None:
+        weights_bytes += draft_weights_bytes(draft) if draft.is_mtp else _weights_bytes(*resolve(draft), Degrees())
     layout = kv_layout(config, runner)
     block_bytes = layout.block_bytes + draft_block_bytes(speculation, runner)
     count, most_tokens = layout.groups.count, settings.max_model_len or config.max_model_len

@@ -21,7 +21,7 @@ STORED = tuple(SCHEMES)
 """Precisions that `tandem quantize` makes."""
 _DTYPES = tuple(name for name in DTYPES if name != "auto")
 PRECISIONS = (BASE, *COMPUTED, *STORED, *_DTYPES)
-SPECULATIONS = ("none", "ngram", "draft")
+SPECULATIONS = ("none", "ngram", "mtp", "draft")
 _LAYOUT_KEYS = ("prefill", "decode", "tensor_parallel")
 _AS_INT8 = ("int8", "w8a8", "smoothquant")
 _AS_INT4 = ("int4", "w4a16", "awq", "gptq")

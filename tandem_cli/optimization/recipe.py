@@ -45,10 +45,10 @@ class Recipe:
         if not 0 <= self.max_quality_loss < 1:
             raise ConfigurationError(f"max_quality_loss must be in [0, 1), got {self.max_quality_loss:g}")
 
-    @property
-    def speculations(self) -> tuple[str, ...]:
-        """The kinds to try. A draft model that is named is tried."""
-        return self.speculation or ("none", "ngram", *(["draft"] if self.draft_model else []))
+    def speculations(self, *, has_mtp: bool) -> tuple[str, ...]:
+        """The kinds to try. A draft model that is named is tried, and a layer that the checkpoint has for drafts."""
+        mtp, draft = ["mtp"] if has_mtp else [], ["draft"] if self.draft_model else []
+        return self.speculation or ("none", "ngram", *mtp, *draft)
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:

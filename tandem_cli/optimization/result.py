@@ -107,8 +107,8 @@ def properties_of(candidate: Candidate, model: str, draft_model: str) -> str:
     settings = candidate.settings(draft_model)
     keys = {"option.model_id": model} if model else {}
     keys |= {_OPTIONS[name]: value for name, value in settings.items() if name in _OPTIONS}
-    if candidate.speculation == "ngram":
-        keys["option.speculative_config"] = json.dumps({"method": "ngram"})
+    if candidate.speculation in ("ngram", "mtp"):
+        keys["option.speculative_config"] = json.dumps({"method": candidate.speculation})
     if candidate.speculation == "draft":
         keys["option.speculative_draft_model"] = draft_model
     return "\n".join([WRITTEN_BY, *(join_key_value(key, value) for key, value in keys.items())]) + "\n"

@@ -13,7 +13,7 @@ from checkpoint.files import checkpoint_files, is_of_weights
 from checkpoint.partition_manifest import checksum
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
-from engine.loading.resolve import kv_layout, resolve, why_eager
+from engine.loading.resolve import kv_layout, require_mtp, resolve, why_eager
 from engine.memory import device_memory
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
@@ -116,7 +116,8 @@ class Subject:
         ConfigurationError if no checkpoint can be made in a scheme. Raises ConfigurationError.
         """
         layouts = recipe.workers or usual_layouts(self.machine.num_cores, num_numa_nodes())
-        every = combine(self.precisions(recipe), recipe.speculations, layouts)
+        kinds = recipe.speculations(has_mtp=self._why_no_mtp() is None)
+        every = combine(self.precisions(recipe), kinds, layouts)
         needed = memory_needed(self.config, self.base, demand)
         pruned = prune(every, self.machine, demand, needed, self._why_not(every, require_makeable))
         return require_some(every, pruned), pruned
@@ -129,7 +130,7 @@ class Subject:
         return sum(map(needed, pair)) < self.machine.memory_bytes
 
     def _why_not(self, candidates: Sequence[Candidate], require_makeable: Callable[[str], None]) -> dict[str, str]:
-        reasons: dict[str, str] = {}
+        reasons: dict[str, str] = {} if (why_no_mtp := self._why_no_mtp()) is None else {"mtp": why_no_mtp}
         quantization = read_quantization(self.folder)
         for precision in dict.fromkeys(candidate.precision for candidate in candidates):
             if precision in COMPUTED and quantization is not None:
@@ -140,6 +141,13 @@ class Subject:
                 except ConfigurationError as error:
                     reasons[precision] = str(error)
         return reasons
+
+    def _why_no_mtp(self) -> str | None:
+        try:
+            require_mtp(RunnerSettings(self.folder))
+        except ConfigurationError as error:
+            return str(error)
+        return None
 
 
 def _encoded(encoder: CalibrationEncoder, number: int, question: Question) -> tuple[tuple[int, ...], tuple[int, ...]]:

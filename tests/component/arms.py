@@ -35,6 +35,6 @@ def load_arm(model_dir: Path, arm: str, **changes: object) -> ModelRunner:
 
 def embedding(runner: ModelRunner) -> torch.Tensor:
     """The embedding that the runner's model reads, to be changed: [vocab_size, hidden]."""
-    model = runner._model
+    model = runner.model
     found: torch.Tensor = model._embedding.weight if isinstance(model, Decoder) else model._embed
     return found

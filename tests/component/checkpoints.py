@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.component.mtp import add_mtp_layer
 from tests.component.newest_families import LLAMA4, MIXED
 from tests.component.remote_families import REMOTE_FAMILIES, save_remote
 
@@ -443,11 +444,13 @@ COMPILED_MIXED = tuple(family for family in MIXED_FAMILIES if family not in EAGE
 
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:
-    """Save a random model of `family` (a key of any table) with a tokenizer; returns `model_dir`.
+    """Save a random model of `family` (a key of any table) with a tokenizer; returns `model_dir`. With "-mtp" behind
+    the family it has a layer of multi-token prediction.
 
     Weights are larger than a fresh model's, so that its predictions are peaked and a wrong detail shows.
     """
     torch.manual_seed(seed)
+    family, has_mtp = family.removesuffix("-mtp"), family.endswith("-mtp")
     model = (FAMILIES | OTHER_FAMILIES | RECURRENT_FAMILIES | MIXED_FAMILIES)[family]()
     randomise(model)
     if family in REMOTE_FAMILIES:
@@ -455,6 +458,8 @@ def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB
     else:
         model.tie_weights()
         model.save_pretrained(model_dir, max_shard_size=max_shard_size)
+    if has_mtp:
+        add_mtp_layer(model_dir, randomise)
     save_tokenizer(model_dir)
     return model_dir
 

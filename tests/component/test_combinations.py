@@ -21,15 +21,18 @@ from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
 from engine.kv.cache import KVCache
 from engine.kv.disk import BlockFiles, DiskCache
+from engine.loading.load_runner import load_model_runner, load_result_norm
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
 from engine.speculation.drafters import Drafter, NgramDrafter
+from engine.speculation.mtp import MtpDrafter
 from mesh.domain.errors import MeshError, WorkerBusy
+from mesh.domain.kv import KVLayout
 from mesh.domain.request import Fork, SequenceSpec
 from mesh.domain.tokens import PromptLogprob, SampledToken
-from tests.component.arms import load_arm
+from tests.component.arms import load_arm, settings
 from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
 
@@ -40,8 +43,8 @@ NUM_BLOCKS = 320
 MAX_MODEL_LEN = 120
 FAMILIES = (
     *("llama", "llama-multi-query", "mistral", "qwen2-window", "qwen3", "gpt2", "phi3", "gemma2", "gemma3", "bloom"),
-    *("mixtral", "gpt-oss", "deepseek-v3", "llama4", "gemma4", "gemma4-moe"),
-    *("lfm2", "bamba", "falcon-h1", "qwen3.5", "jamba"),
+    *("mixtral", "gpt-oss", "deepseek-v3-mtp", "llama4", "gemma4", "gemma4-moe"),
+    *("lfm2", "bamba", "falcon-h1", "qwen3.5-mtp", "jamba"),
 )
 ARITHMETIC: tuple[dict[str, str], ...] = (
     *({}, {"kv_dtype": "float16"}, {"kv_dtype": "int8"}, {"dtype": "bfloat16"}),
@@ -70,7 +73,7 @@ class Way:
     spare: int = NUM_BLOCKS
     prefix_caching: bool = False
     has_disk: bool = False
-    drafts: str = "none"
+    drafts: str = "none"  # "known": the truth, with mistakes; "own": by a layer for it if there is one, or n-grams
     mistakes: float = 0.0
     num_strangers: int = 0
 
@@ -83,7 +86,7 @@ def draw_way(random: Random) -> Way:
         spare=random.choice((0, 1, 4, 12, NUM_BLOCKS)),
         prefix_caching=caches,
         has_disk=caches and random.random() < 0.4,
-        drafts=random.choice(("none", "ngram", "known", "known")),
+        drafts=random.choice(("none", "own", "known", "known")),
         mistakes=random.choice((0.0, 0.2, 0.6)),
         num_strangers=random.choice((0, 0, 2)),
     )
@@ -128,7 +131,15 @@ def draw_sampling(random: Random, num_new: int) -> dict[str, object]:
 class Served:
     """One engine, which serves requests in some way until all have ended."""
 
-    def __init__(self, runner: ModelRunner, way: Way, random: Random, truth: Answers, folder: Path) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        way: Way,
+        random: Random,
+        truth: Answers,
+        folder: Path,
+        mtp_runner: ModelRunner | None = None,
+    ) -> None:
         layout, self._random = runner.kv_cache.layout, random
         num_blocks = layout.groups.num_blocks_at_once(MAX_MODEL_LEN, way.max_batch_tokens) + layout.state_blocks
         num_blocks = min(NUM_BLOCKS, num_blocks + layout.num_unused + layout.groups.count + way.spare)
@@ -146,18 +157,20 @@ class Served:
         )
         pool = BlockPool(num_blocks) if self.disk is None else BlockPool(num_blocks, self.disk.evicted)
         self.scheduler = Scheduler(config, pool, self.disk)
-        drafter = self._drafter(way, truth)
+        drafter = self._drafter(way, truth, layout, mtp_runner)
         speculator = None if drafter is None else eager_speculator(drafter, 4)
         self._engine = Engine(self.scheduler, runner, speculator=speculator)
         self._strangers: list[SequenceState] = []
         self.answers = Answers()
         self.num_replays = 0
 
-    def _drafter(self, way: Way, truth: Answers) -> Drafter | None:
+    def _drafter(self, way: Way, truth: Answers, layout: KVLayout, mtp_runner: ModelRunner | None) -> Drafter | None:
         if way.drafts == "known":
             ids = {name: [token.id for token in tokens] for name, tokens in truth.tokens.items()}
             return FakeDrafter(known(ids | {f"stranger-{name}": each for name, each in ids.items()}), way.mistakes)
-        return NgramDrafter() if way.drafts == "ngram" else None
+        if way.drafts == "own" and mtp_runner is not None:
+            return MtpDrafter(mtp_runner, layout, max_model_len=MAX_MODEL_LEN, max_batch_tokens=way.max_batch_tokens)
+        return NgramDrafter() if way.drafts == "own" else None
 
     def serve(self, specs: list[SequenceSpec], strangers: list[SequenceSpec]) -> None:
         """Requests come while others run; strangers are aborted at any time."""
@@ -240,6 +253,11 @@ def check(seed: int, checkpoint: Callable[[str], Path], folder: Path) -> int:
     family, arithmetic = FAMILIES[seed % len(FAMILIES)], random.choice(ARITHMETIC)
     block_size = 16 if family == "llama4" else random.choice((16, 16, 32, 48))  # it must divide chunks
     runner = load_arm(checkpoint(family), "compiled", num_blocks=NUM_BLOCKS, block_size=block_size, **arithmetic)
+    mtp_runner = None
+    if family.endswith("-mtp"):
+        of_layer = settings(checkpoint(family), num_blocks=NUM_BLOCKS, block_size=block_size, is_mtp=True, **arithmetic)
+        mtp_runner = load_model_runner(of_layer, large=runner.model)
+        runner.result_norm = load_result_norm(replace(of_layer, is_mtp=False))
     beginnings = [[random.randrange(256) for _ in range(MAX_MODEL_LEN)], list(b"abc abc abd " * 10)]
     specs = [draw_request(random, str(i), beginnings) for i in range(NUM_REQUESTS)]
     alone = serve_alone(runner, specs, folder)
@@ -247,7 +265,9 @@ def check(seed: int, checkpoint: Callable[[str], Path], folder: Path) -> int:
     for _ in range(NUM_WAYS):
         way = draw_way(random)
         soil(runner.kv_cache, bytes_drawn)
-        served = Served(runner, way, random, alone, folder)
+        if mtp_runner is not None:
+            soil(mtp_runner.kv_cache, bytes_drawn)
+        served = Served(runner, way, random, alone, folder, mtp_runner)
         served.serve(specs, [stranger(spec) for spec in specs[: way.num_strangers]])
         for request_id in alone.tokens:
             found = served.answers.of(request_id)

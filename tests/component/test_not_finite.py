@@ -215,7 +215,7 @@ def test_a_failed_grammar_does_not_hide_what_breaks(checkpoint: Checkpoint, monk
 
 def test_logits_alone_that_overflow(checkpoint: Checkpoint) -> None:
     runner = load_arm(checkpoint("llama"), "torch", dtype="float16")
-    runner._model._output._lm_head._weight.mul_(1e5)
+    runner.model._output._lm_head._weight.mul_(1e5)
     driver = Driver(runner)
     failure(driver.step((driver.add(make_request("r", range(20))), 20))[0])
 

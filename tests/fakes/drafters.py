@@ -31,7 +31,7 @@ def eager_speculator(drafter: Drafter, max_drafts: int) -> Speculator:
     return Speculator(drafter, max_drafts, fit, clock=partial(next, map(float, count())))
 
 
-class FakeDrafter:
+class FakeDrafter(Drafter):
     """Guesses `truth(sequence, length)`; `mistakes` is the share of guesses that are another token."""
 
     borrows_cores = False

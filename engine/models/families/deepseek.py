@@ -1,7 +1,5 @@
 """Models with multi-head latent attention: DeepSeek V2 and V3 with R1, Moonlight and Kimi K2, GLM-4.7-Flash, and two
 without experts, Youtu-LLM and MiniCPM 3.
-
-Layers of multi-token prediction, which follow the others in the checkpoint, are not used.
 """
 
 from dataclasses import replace

@@ -1,7 +1,4 @@
-"""Qwen 3.5 and Qwen3-Next: gated delta nets in three of four layers, and attention whose results are gated.
-
-Layers of multi-token prediction, which checkpoints have besides, are not used.
-"""
+"""Qwen 3.5 and Qwen3-Next: gated delta nets in three of four layers, and attention whose results are gated."""
 
 from dataclasses import replace
 

@@ -18,7 +18,7 @@ from mesh.domain.errors import ConfigurationError
 
 
 def glm4_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """GLM-4.5, 4.5 Air, 4.6 and 4.7. Their layer that predicts a second token is not used."""
+    """GLM-4.5, 4.5 Air, 4.6 and 4.7."""
     raw = {"first_k_dense_replace": 1, "n_shared_experts": 1, **raw}
     return replace(
         plain,

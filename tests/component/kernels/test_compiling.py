@@ -414,7 +414,7 @@ def test_models_compile_the_kernels_of_their_layers(
 ) -> None:
     runner = load_model_runner(replace(settings(checkpoint(family)), compile_all=compile_all))
     try:
-        code = runner._model._model.layer_code  # type: ignore[attr-defined]
+        code = runner.model._model.layer_code  # type: ignore[attr-defined]
         assert set(np.flatnonzero(code)) == expected
     finally:
         runner.close()

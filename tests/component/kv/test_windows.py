@@ -143,8 +143,7 @@ def test_a_draft_model_has_its_kv_in_the_blocks_of_the_first_group(checkpoint: C
     runner, draft = (
         load_arm(checkpoint("qwen2-window"), "torch", num_blocks=200, keep_all_kv=keep) for keep in (False, True)
     )
-    windows = runner.kv_cache.layout.windows
-    drafter = DraftModel(draft, max_model_len=200, max_batch_tokens=64, windows=windows)
+    drafter = DraftModel(draft, runner.kv_cache.layout, max_model_len=200, max_batch_tokens=64)
     scheduler, prompt = new_scheduler(runner, 200, max_batch_tokens=64), prompts()[2]
     serve(runner, scheduler, [SequenceState(make_request("a", prompt, max_new_tokens=NUM_NEW))], drafter)
     assert scheduler.load().accepted_tokens == scheduler.load().drafted_tokens > NUM_NEW // 2

@@ -60,7 +60,7 @@ def test_slots_have_room_for_any(
     runner = load_arm(model_dir, "compiled", adapters=adapters, max_loaded_adapters=slots)
     flags = ("--adapter", str(folders[0].parent), "--max-loaded-adapters", str(slots))
     found = plan(capsys, model_dir, *_DEVICE, *flags)["adapters"]
-    assert found["num_bytes"] == runner._model._adapters.pieces.packed.nbytes  # type: ignore[attr-defined]
+    assert found["num_bytes"] == runner.model._adapters.pieces.packed.nbytes  # type: ignore[attr-defined]
     assert found["num_bytes"] == reserved(model_dir, adapters=adapters, max_loaded_adapters=slots) - reserved(model_dir)
 
 

@@ -261,7 +261,9 @@ def test_a_draft_model_changes_nothing_and_agrees_with_itself(checkpoint: Checkp
     runner = load_arm(checkpoint("llama"), "compiled")
     plain, _ = answer(runner, None, requests())
     draft = load_arm(checkpoint("llama" if same else "llama-tied"), "compiled")
-    guessed, scheduler = answer(runner, DraftModel(draft, max_model_len=512, max_batch_tokens=20), requests())
+    guessed, scheduler = answer(
+        runner, DraftModel(draft, runner.kv_cache.layout, max_model_len=512, max_batch_tokens=20), requests()
+    )
     assert guessed == plain
     load = scheduler.load()
     assert load.drafted_tokens > 30
@@ -284,7 +286,7 @@ def test_a_draft_model_leaves_the_blocks_of_states_alone(checkpoint: Checkpoint)
         return begin_draft(batch, on_layers)
 
     runner.begin, draft.begin = note_states, check_blocks  # type: ignore[method-assign]
-    drafter = DraftModel(draft, max_model_len=512, max_batch_tokens=20, state_blocks=states)
+    drafter = DraftModel(draft, runner.kv_cache.layout, max_model_len=512, max_batch_tokens=20)
     guessed, scheduler = answer(runner, drafter, requests()[:3])
     assert guessed == plain
     assert scheduler.load().drafted_tokens > 0
@@ -298,7 +300,7 @@ def test_each_model_of_a_thread_has_its_own_number_of_threads(
     seen: dict[str, set[int]] = {"large": set(), "draft": set()}
     runners = {}
     for name, num_threads in (("large", 2), ("draft", 1)):
-        model = (runner := load_arm(checkpoint("llama"), "torch"))._model
+        model = (runner := load_arm(checkpoint("llama"), "torch")).model
         model.num_torch_threads = num_threads
 
         def begin(*arguments: Any, name: str = name, compute: Callable[..., Any] = model.begin) -> Any:
@@ -309,7 +311,8 @@ def test_each_model_of_a_thread_has_its_own_number_of_threads(
         runners[name] = runner
     before = torch.get_num_threads()
     try:
-        drafter = DraftModel(runners["draft"], max_model_len=512, max_batch_tokens=64)
+        layout = runners["large"].kv_cache.layout
+        drafter = DraftModel(runners["draft"], layout, max_model_len=512, max_batch_tokens=64)
         answer(runners["large"], drafter, requests()[:1])
     finally:
         torch.set_num_threads(before)
@@ -320,7 +323,9 @@ def test_a_draft_model_guesses_no_further_than_it_can_see(checkpoint: Checkpoint
     runner, draft = (load_arm(checkpoint("llama"), "compiled") for _ in range(2))
     [request] = [each for each in requests() if each.request_id == "greedy"]
     most = len(request.token_ids) + 10
-    _, scheduler = answer(runner, DraftModel(draft, max_model_len=most, max_batch_tokens=64), [request])
+    _, scheduler = answer(
+        runner, DraftModel(draft, runner.kv_cache.layout, max_model_len=most, max_batch_tokens=64), [request]
+    )
     assert 5 <= scheduler.load().drafted_tokens <= 10
 
 
@@ -350,7 +355,8 @@ def test_drawn_triples_fit_the_exact_distribution(checkpoint: Checkpoint, guesse
     if guesses == "one of the three":
         drafter = FakeDrafter(lambda sequence, most: sorted(tree[tuple(sequence.token_ids[len(PROMPT) :])])[1:][:most])
     elif guesses == "a draft model":
-        drafter = DraftModel(load_arm(checkpoint("llama-tied"), "compiled"), max_model_len=64, max_batch_tokens=64)
+        draft = load_arm(checkpoint("llama-tied"), "compiled")
+        drafter = DraftModel(draft, runner.kv_cache.layout, max_model_len=64, max_batch_tokens=64)
     plain = [make_request(str(seed), PROMPT, max_new_tokens=3) for seed in range(1500)]
     asked = [
         replace(request, sampling=replace(request.sampling, seed=seed, temperature=1.0, top_k=3))

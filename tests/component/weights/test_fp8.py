@@ -71,7 +71,7 @@ def num_bytes(runner: ModelRunner) -> int:
 
 
 def constants(runner: ModelRunner) -> ModelConstants:
-    model = runner._model
+    model = runner.model
     assert isinstance(model, CompiledDecoder)
     return model._model
 

@@ -128,7 +128,7 @@ def test_matrices_that_are_not_aligned_are_copied() -> None:
 @pytest.mark.parametrize("family", ["qwen2-moe", *(pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES)])
 def test_models_say_what_transformers_says(checkpoint: Callable[[str], Path], family: str) -> None:
     runner = load_model_runner(arms.settings(checkpoint(family), **FORCED))
-    assert runner._model.why_experts_on_host is None  # type: ignore[attr-defined]
+    assert runner.model.why_experts_on_host is None  # type: ignore[attr-defined]
     check_parity(checkpoint(family), runner)
 
 

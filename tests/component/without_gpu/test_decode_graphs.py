@@ -211,7 +211,7 @@ class NotedDrafts(DraftModel):
     """`drafts`: by what they follow."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        super().__init__(runner, max_model_len=512, max_batch_tokens=64)
+        super().__init__(runner, runner.kv_cache.layout, max_model_len=512, max_batch_tokens=64)
         self.drafts: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[tuple[int, ...]]:
@@ -243,7 +243,7 @@ def _loaded_drafts(speculation: Speculation, model: RunnerSettings) -> list[Runn
         found.append(settings)
         return load(settings.model_dir, None)
 
-    load_speculator(speculation, model, load_draft, max_batch_tokens=64)
+    load_speculator(speculation, model, load(model.model_dir, None), load_draft, max_batch_tokens=64)
     return found
 
 

@@ -83,7 +83,7 @@ def test_experts_are_captured_unless_the_host_selects_them(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it does with torch's attention, which is not captured anyway."""
-    model = load(checkpoint("mixtral"), None)._model
+    model = load(checkpoint("mixtral"), None).model
     assert isinstance(model, Decoder)
     wanted = settings(checkpoint("mixtral"), device="cuda", graphs=GraphSettings((1, 2, 4), 512))
     assert why_not_captured(wanted, model) == "attention backend torch reads lengths on the host"

@@ -283,6 +283,7 @@ def test_the_table_means_settings_that_exist() -> None:
             {},
             {"speculative": "ngram", "num_speculative_tokens": "3"},
         ),
+        ('option.speculative_config={"method": "qwen3_next_mtp"}', {}, {"speculative": "mtp"}),
         (
             "option.speculative_draft_model=/models/small\noption.speculative_length=4",
             {},
@@ -300,7 +301,7 @@ def test_speculation(tmp_path: Path, properties: str, environ: dict[str, str], d
     [
         ("5", "JSON object"),
         ("{", "JSON object"),
-        ('{"method": "medusa"}', "method must be ngram or draft_model, got 'medusa'"),
+        ('{"method": "medusa"}', "method must be ngram, mtp or draft_model, got 'medusa'"),
         ('{"model": "m", "draft_tensor_parallel_size": 2}', "not supported: draft_tensor_parallel_size"),
     ],
 )

@@ -1,5 +1,7 @@
 """Guesses: what is looked up, what it costs, how many pay."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,16 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.settings import DecodeSettings
-from engine.batch import ScheduledBatch
+from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.engine import Engine
 from engine.kv.block_pool import BlockPool
-from engine.runner import FinishBatch, LayerHook
+from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig, Speculation
 from engine.speculation.cost import Acceptance, CostFit, DraftCosts, StepCost, plan_lengths
 from engine.speculation.drafters import DraftModel, NgramDrafter
+from engine.speculation.mtp import MtpDrafter
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.tokens import SampledToken
 from tandem_cli.model_files.model_folders import BUNDLED_MODELS
 from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
@@ -76,7 +80,7 @@ class FailingRunner(FakeRunner):
 def test_a_draft_model_that_fails_for_a_request_drafts_for_the_others() -> None:
     store = FakeKVStore(8)
     runner = FailingRunner(store)
-    drafter = DraftModel(runner, max_model_len=100, max_batch_tokens=64)
+    drafter = DraftModel(runner, store.layout, max_model_len=100, max_batch_tokens=64)
     sequences = [SequenceState(make_request(name, [1, 2, 3])) for name in ("good", "bad")]
     for place, sequence in enumerate(sequences):
         sequence.block_table = [3 * place, 3 * place + 1, 3 * place + 2]
@@ -86,6 +90,49 @@ def test_a_draft_model_that_fails_for_a_request_drafts_for_the_others() -> None:
     assert drafter.limits(sequences, [4, 4]) == [4, 0]
     drafter.forget(sequences[1])
     assert drafter.limits(sequences, [4, 4]) == [4, 4], "another request may have its id"
+
+
+def test_rounds_that_were_held_up_do_not_end_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the first one of a process, which is slow."""
+    times = iter([0.0, 1000.0, 1007.0])
+    monkeypatch.setattr("engine.speculation.drafters.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    drafter = DraftModel(FakeRunner(store := FakeKVStore(8)), store.layout, max_model_len=100, max_batch_tokens=64)
+    sequence = SequenceState(make_request("a", [1]))
+    sequence.block_table = [0, 1, 2]
+    sequence.token_ids += drafter.draft([sequence], [1])[0]
+    assert drafter.round_cost() == StepCost(), "it was the first one"
+    sequence.token_ids += drafter.draft([sequence], [1])[0]
+    first = drafter.round_cost()
+    assert first.seconds(1, 0) == pytest.approx(7.0, rel=0.1)
+    later = [drafter.round_cost().seconds(1, 0) for _ in range(200)]
+    assert later == sorted(later, reverse=True)
+    assert later[-1] < 1.0
+    assert len(sequence.token_ids) == 3
+
+
+class LayerRunner(FailingRunner):
+    """Stands for a layer of multi-token prediction: a step has a hidden state for each token, and gives one."""
+
+    def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
+        assert sum(map(len, batch.previous)) == batch.num_tokens
+        finish = super().begin(batch, on_layers)
+        return lambda: [replace(output, hidden=list(output.tokens)) for output in finish()]  # type: ignore[arg-type]
+
+
+def test_a_layer_that_fails_behind_its_first_draft_drafts_for_the_others() -> None:
+    """It sees what follows the prompt alone, in the blocks from there on."""
+    runner = LayerRunner(store := FakeKVStore(8))
+    drafter = MtpDrafter(runner, store.layout, max_model_len=100, max_batch_tokens=64)
+    sequences = [SequenceState(make_request(name, range(1, 7))) for name in ("good", "bad")]
+    for place, sequence in enumerate(sequences):
+        sequence.block_table = [4 * place, 4 * place + 1, 4 * place + 2]
+        assert drafter.limits([sequence], [4]) == [0], "it has seen nothing yet"
+        sampled = RunnerOutput((SampledToken(50, 0.0, ()),), hidden=[0])  # type: ignore[arg-type]
+        drafter.learn(ScheduledSequence(sequence, 0, 6), sampled)
+        sequence.token_ids.append(50)
+    good, bad = (tuple(fake_continuation([50], count)) for count in (3, 1))
+    assert drafter.draft(sequences, drafter.limits(sequences, [3, 3])) == [good, bad]
+    assert drafter.limits(sequences, [4, 4]) == [4, 0]
 
 
 def test_a_replay_that_is_handed_over_gets_one_token_and_no_guesses() -> None:
@@ -217,7 +264,7 @@ def test_what_settings_mean(asked: dict[str, Any], kind: str, most: int) -> None
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"speculative": "medusa"}, "one of auto, none, ngram, draft"),
+        ({"speculative": "medusa"}, "one of auto, none, ngram, mtp, draft"),
         ({"speculative": "draft"}, "needs a draft_model"),
         ({"speculative": "ngram", "draft_model": "/m"}, "do not fit"),
         ({"num_speculative_tokens": 65}, r"in \[0, 64\]"),

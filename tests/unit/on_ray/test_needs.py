@@ -1,5 +1,8 @@
 """What workers need, by their settings and their model."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from mesh.domain.errors import ConfigurationError
@@ -10,11 +13,13 @@ from tandem_cli.model_files.model_folders import BUNDLED, BUNDLED_MODELS
 from tandem_cli.on_ray.launch import worker_needs
 from tandem_cli.on_ray.resources import WorkerNeed
 
+CORES = CoreAssignment(((),), ((), ()))
+DUMMY = {"load_format": "dummy"}
+SMALL = ModelDeployment("tandem-small", str(BUNDLED), CORES)
 
-def needs(cluster_gpus: float = 0, **values: str) -> dict[str, WorkerNeed]:
+
+def needs(cluster_gpus: float = 0, model: ModelDeployment = SMALL, **values: str) -> dict[str, WorkerNeed]:
     """By worker. The settings `values` are those of decode workers."""
-    cores = CoreAssignment(((),), ((), ()))
-    model = ModelDeployment("tandem-small", str(BUNDLED), cores)
     mesh = Deployment(UpSettings(on="ray"), (model,), pin=False, values={"decode": values})
     return {need.name: need for need in worker_needs(mesh, {}, cluster_gpus)}
 
@@ -31,8 +36,6 @@ def test_weights_and_kv_are_those_of_the_plan() -> None:
 
 
 def block_bytes() -> int:
-    from pathlib import Path
-
     from engine.loading.resolve import kv_layout, resolve
     from engine.runner_settings import RunnerSettings
 
@@ -57,6 +60,18 @@ def test_a_draft_model_counts() -> None:
     draft = needs(draft_model=str(BUNDLED_MODELS / "tandem-draft"))["decode-0"]
     assert draft.weights_bytes > needs()["decode-0"].weights_bytes
     assert draft.min_kv_bytes > needs()["decode-0"].min_kv_bytes
+
+
+def test_a_layer_of_multi_token_prediction_counts_without_the_models_embedding(tmp_path: Path) -> None:
+    """A small layer beside a large vocabulary."""
+    facts = json.loads((BUNDLED / "config.json").read_text())
+    facts |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "first_k_dense_replace": 99}
+    facts |= {"n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "vocab_size": 2**17}
+    facts |= {"moe_intermediate_size": facts["intermediate_size"]}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    model = ModelDeployment("wide", str(tmp_path), CORES, values=dict.fromkeys(("prefill", "decode"), DUMMY))
+    plain, drafting = (needs(model=model, **values)["decode-0"] for values in ({}, {"speculative": "mtp"}))
+    assert 1.001 * plain.weights_bytes < drafting.weights_bytes < 1.1 * plain.weights_bytes
 
 
 def test_workers_take_gpus_if_there_are_enough() -> None:

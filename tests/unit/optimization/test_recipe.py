@@ -79,5 +79,7 @@ def test_bad_flags_are_named(flag: str, words: str, capsys: pytest.CaptureFixtur
 
 
 def test_a_draft_model_that_is_named_is_tried() -> None:
-    assert Recipe().speculations == ("none", "ngram")
-    assert Recipe(draft_model="small").speculations == ("none", "ngram", "draft")
+    assert Recipe().speculations(has_mtp=False) == ("none", "ngram")
+    assert Recipe(draft_model="small").speculations(has_mtp=False) == ("none", "ngram", "draft")
+    assert Recipe().speculations(has_mtp=True) == ("none", "ngram", "mtp")
+    assert Recipe(speculation=("none",)).speculations(has_mtp=True) == ("none",)

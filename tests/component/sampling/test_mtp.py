@@ -32,8 +32,8 @@ from tests.component.mtp import Reference
 from tests.component.sampling.test_speculation import answer, ids, requests
 from tests.component.weights import quantized
 from tests.fakes.requests import make_request
-from worker.runner_settings import EngineLimits
 from worker.load_engine import load_engine
+from worker.runner_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

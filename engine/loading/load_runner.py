@@ -215,7 +215,9 @@ def load_speculator(
         limits = {"max_model_len": config_of(draft).max_model_len, "max_batch_tokens": max_batch_tokens}
         if draft.is_mtp:
             if not isinstance(runner, ModelRunner):
-                raise ConfigurationError("speculative=mtp needs the model's hidden states: this worker only paces steps")
+                raise ConfigurationError(
+                    "speculative=mtp needs the model's hidden states: this worker only paces steps"
+                )
             runner.result_norm = load_result_norm(settings)
             drafter = MtpDrafter(load_model_runner(draft, large=runner.model), layout, **limits)
         else:

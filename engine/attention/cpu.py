@@ -92,7 +92,7 @@ def kernel_sinks(sinks: Tensor | None) -> Floats:
 
 
 class CpuAttention:
-    """fp32 queries over a cache in fp32, fp16 or int8. Threads share out the heads; the kernels release the GIL."""
+    """fp32 queries over a cache in fp32, fp16 or int8. Threads share out the KV to read; kernels release the GIL."""
 
     name = "cpu"
 
@@ -132,11 +132,11 @@ class CpuAttention:
         flat = Queries(padded, step, out.view(-1).numpy(), step)
         batch = kernel_batch(metadata, shape.block_size)
         visible = Window(NO_WINDOW if window is None else window)
-        facts, last = facts_of(batch), (self._slopes, kernel_sinks(sinks))
+        facts, own_sinks = facts_of(batch), kernel_sinks(sinks)
         splits = self._buffers[0].splits(shape, facts.num_split)
         scratches = [buffers.attention(shape, rows, has_prompt=facts.has_prompt) for buffers in self._buffers]
         code, cache_bytes = cache_code(cache.dtype), cache.view(np.uint8)
-        work = [Attending(flat, shape, batch, scratch, splits, code, *last) for scratch in scratches]
+        work = [Attending(flat, shape, batch, scratch, splits, code, self._slopes, own_sinks) for scratch in scratches]
         run, count = self.threads.run, self.threads.count
         run(lambda thread: _attend(work[thread], cache_bytes, _ONLY, visible, Part(thread, count)))
         if _has_splits(batch, visible):

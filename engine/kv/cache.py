@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.checked_copy import Pieces, can_copy, gather, prepare, scatter
-from engine.kernels.cpu.machine import GROUP, KEYS
+from engine.kernels.cpu.machine import KEYS, QUAD
 from engine.kv.block_copies import BlockCopies, streams_for
 from engine.kv.budget import KVMemoryShare
 from engine.kv.dtypes import as_bytes, kv_type
@@ -301,12 +301,12 @@ def _read_byte_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor
     """
     dim, heads = layer_cache.shape[-1] - SCALE_BYTES, layer_cache.shape[3]
     segments = layer_cache.view(2, -1, heads, KEYS * layer_cache.shape[4])
-    keys = segments[0, :, :, : KEYS * dim].view(-1, heads, dim // GROUP, KEYS, GROUP)
-    values = segments[1, :, :, : KEYS * dim].view(-1, heads, KEYS // GROUP, dim, GROUP)
+    keys = segments[0, :, :, : KEYS * dim].view(-1, heads, dim // QUAD, KEYS, QUAD)
+    values = segments[1, :, :, : KEYS * dim].view(-1, heads, KEYS // QUAD, dim, QUAD)
     segment, token = slots // KEYS, slots % KEYS
     scales = segments.view(torch.float32)[..., -KEYS:][:, segment, :, token]  # [*slots.shape, 2, num_kv_heads]
     key_rows = keys[segment, :, :, token].flatten(-2)
-    value_rows = values[segment, :, token // GROUP, :, token % GROUP]
+    value_rows = values[segment, :, token // QUAD, :, token % QUAD]
     return key_rows * scales[..., 0, :, None], value_rows * scales[..., 1, :, None]
 
 

@@ -37,9 +37,10 @@ from engine.kernels.cpu.compilation.emitter import (
     Values,
     constant,
     emitted,
+    gated_silu,
+    sigmoid_of,
 )
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
-from engine.kernels.cpu.products.finish import gated_silu, sigmoid_of
 from engine.kernels.cpu.vectors import address
 
 _INTP = types.intp
@@ -125,7 +126,7 @@ def activate(typing: TypingContext, row: NumbaType, num_vectors: NumbaType, acti
         at = emit.pointer(args[0])
         for number in _cases(builder, args[2], _ACTIVATIONS):
             with emit.loop(args[1], []) as loop:
-                target = emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+                target = emit.vector_at(at, loop.index)
                 emit.store(_ACTIVATIONS[number](emit, emit.load(target, FLOATS)), target)
         return context.get_dummy_value()
 
@@ -150,7 +151,7 @@ def activate_xielu(
         emit = Emitter(context, builder)
         at, (alpha_p, alpha_n, beta, eps) = emit.pointer(args[0]), (emit.splat(arg) for arg in args[2:])
         with emit.loop(args[1], []) as loop:
-            target = emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+            target = emit.vector_at(at, loop.index)
             x = emit.load(target, FLOATS)
             exponent = builder.fmul(emit.call("llvm.minnum.v16f32", FLOATS, x, eps), constant(FLOATS, LOG2_E))
             power = builder.fsub(emit.power_of_two(exponent), constant(FLOATS, 1.0))
@@ -189,7 +190,7 @@ def gate_panels(
                 at = emit.at(gate_up_at, builder.mul(loop.index, INT64(2 * VECTOR_BYTES)))
                 gate, up = emit.load(at, FLOATS), emit.load(emit.at(at, VECTOR_BYTES), FLOATS)
                 value = _gated(emit, number, builder.fmul(gate, before), builder.fmul(up, behind))
-                emit.store(value, emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES))))
+                emit.store(value, emit.vector_at(out_at, loop.index))
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP, _INTP, types.float32, types.float32, types.int64), generate

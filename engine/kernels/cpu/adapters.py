@@ -19,8 +19,8 @@ from engine.kernels.cpu.products.tiles import TileProduct
 from engine.kernels.cpu.rows import Norm, norm_row
 from engine.kernels.cpu.vectors import address, scale_row
 
-QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE, RECURRENT_IN_SITE, RECURRENT_OUT_SITE = range(6)
-INPUT_GATE_SITE, INPUT_PROJECTION_SITE = 6, 7
+QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE = range(4)
+RECURRENT_IN_SITE, RECURRENT_OUT_SITE, INPUT_GATE_SITE, INPUT_PROJECTION_SITE = range(4, 8)
 """The products of a layer that an adapter may change."""
 NUM_SITES = 8
 _MAX_MODULES = 4
@@ -98,7 +98,7 @@ def shrink(step: StepAdapters, layer: int, site: int, x: Floats, depth: int, own
         rows = Matrix(address(x) + first * x_step, x_step)
         out = address(step.shrunk) + first * shrunk_step
         for piece in range(starts[adapter, layer, site], starts[adapter, layer, site + 1]):
-            a_at, rank = pieces[piece, 0], pieces[piece, 2]
+            a_at, _, rank, _, _, _ = pieces[piece]
             for panel in range((rank + PANEL - 1) // PANEL):
                 a = address(packed) + (a_at + panel * depth * PANEL) * FLOAT_BYTES
                 multiply_panel(TileProduct(rows, Matrix(a, 0), Matrix(out, shrunk_step)), depth, end - first, packed[0])

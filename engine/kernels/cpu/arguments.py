@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Address: TypeAlias = int
-"""Byte address of an array's element, from `compiler.address`. Nothing checks the bounds."""
+"""Byte address of an array's element, from `vectors.address`. Nothing checks the bounds."""
 Element: TypeAlias = np.generic
 """Any element of an array. Kernels look at its dtype only, at compile time."""
 Array: TypeAlias = NDArray[np.generic]
@@ -56,23 +56,23 @@ class Matrix(NamedTuple):
     step: int
 
 
-class Weights(NamedTuple):
-    """All matrices of a model. Columns are padded to whole units.
+WEIGHT_AT, COLUMN_AT, DEPTH, NUM_COLUMNS, GROUP, ORDER_END, NUMBERS = range(7)
+"""Columns of `Weights.matrices`: index of the matrix's first weight, index of its first column, elements of a row of
+`Operand.a`, columns to store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are
+in order), what its numbers are (int4, see FOUR_BITS; else 0).
+"""
 
-    A row of `matrices` is: index of the first weight, index of the first column, elements of a row of `a`, columns to
-    store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order), what its
-    numbers are (int4, see FOUR_BITS; else 0).
-    """
+
+class Weights(NamedTuple):
+    """All matrices of a model. Columns are padded to whole units."""
 
     packed: Array  # flat, panels of 16 columns: see packing.DTYPES, and for int4 nibbles.py and steps.py
     scales: Floats  # flat, one for each column
-    offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
+    offsets: Int32s  # flat, one for each column: what the zero point of `Operand.a` adds to int32 sums
     biases: Floats  # flat, one for each column
-    matrices: Int64s  # [num_matrices, 7]
+    matrices: Int64s  # [num_matrices, 7]: see WEIGHT_AT
     orders: Int32s  # flat: of a matrix with an order, the input that each place of a row of `a` holds
-    units: (
-        Int64s  # [num_units, 2], in fp8: the bytes of the matrix before each unit of columns, and its form; else [0, 2]
-    )
+    units: Int64s  # fp8: [num_units, 2], bytes of the matrix before each unit, and the unit's form; else [0, 2]
 
 
 NO_WINDOW = int(np.iinfo(np.int32).max)
@@ -145,20 +145,20 @@ class AttentionScratch(NamedTuple):
     """Memory of one thread, made by `Buffers.attention`. All arrays are flat. Its size does not grow with the context.
 
     Prompts in fp32 use `keys` and `values`; prompts in bf16 use `keys16`, `values16` and `rows16`. The unused arrays
-    are empty, and `keys16` decides at run time.
+    are empty, and `keys16` decides at run time. `block`: keys of a prompt that are packed at once, see keys_at_once.
     """
 
-    scores: Floats
-    keys: Floats
-    values: Floats
-    keys16: Halves
-    values16: Halves
-    rows16: Halves
-    tile: Floats
-    factors: Floats
+    scores: Floats  # prompts: [queries of a tile, block + KEY_TILE]; decode: [query heads, keys of a split]
+    keys: Floats  # panels of one head: [block / 16, head_dim, 16]
+    values: Floats  # [head_dim / 16, block, 16]
+    keys16: Halves  # [block / 16, head_dim / 2, 16, 2]
+    values16: Halves  # [head_dim / 16, block / 2, 16, 2]
+    rows16: Halves  # queries of a tile or their weights, or a segment before it is packed
+    tile: Floats  # sums of a tile [queries, KEY_TILE], or rows of KV [keys, head_dim] as they are converted
+    factors: Floats  # prompts: scale down what each query of a tile has summed; decode: scale each head's scores
     peaks: Floats  # of a prompt: each query's highest score so far, for the heads that share keys
     totals: Floats  # like peaks: sums of powers so far
-    limbs: Bytes  # queries as KV is multiplied with them: decode_rounding.prepare_queries, shared_rows.attend_shared
+    prepared: Bytes  # queries for the products with KV: decode_rounding.prepare_queries, shared_rows.attend_shared
 
 
 class Splits(NamedTuple):
@@ -180,9 +180,9 @@ NO_SINKS: Floats = np.empty((0, 0), np.float32)
 class CacheCode(NamedTuple):
     """The code for a type of KV: addresses of pieces (pieces.py)."""
 
-    attend_chunk: Address  # of attention.attend_prompt
-    attend_decode: Address  # of attention.attend_token
-    write: Address  # of cache_rows.write_token
+    attend_prompt: Address  # of batch.attend_prompt
+    attend_token: Address  # of batch.attend_token
+    write_token: Address  # of cache_rows.write_token
 
 
 class Attending(NamedTuple):
@@ -199,7 +199,7 @@ class Attending(NamedTuple):
 
 
 class AttentionMemory(NamedTuple):
-    """The addresses of what `Attending` holds, made by `attention.memory_of`, and what else small functions need.
+    """The addresses of what `Attending` holds, made by `batch.memory_of`, and what else small functions need.
 
     Small functions get these: to pass on a tuple of arrays is to count the references of all of them.
     """
@@ -220,7 +220,7 @@ class AttentionMemory(NamedTuple):
     factors: Address
     peaks: Address
     totals: Address
-    limbs: Address
+    prepared: Address
     split_rows: Address
     split_peaks: Address
     split_totals: Address

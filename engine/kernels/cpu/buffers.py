@@ -90,7 +90,7 @@ class Buffers:
             factors=self.get("query_factors", max(AMX_QUERY_ROWS, lanes)),
             peaks=self.get("peaks", max(num_queries if has_prompt else 0, lanes)),
             totals=self.get("totals", max(num_queries if has_prompt else 0, lanes)),
-            limbs=self.get("limbs", query_bytes, np.uint8),
+            prepared=self.get("prepared", query_bytes, np.uint8),
         )
 
     def splits(self, shape: HeadShape, num_split: int) -> Splits:

@@ -12,6 +12,7 @@ import numpy as np
 
 from engine.kernels.cpu.activations import activate_rows, gate_rows
 from engine.kernels.cpu.arguments import (
+    DEPTH,
     SILU,
     Floats,
     Int64s,
@@ -98,7 +99,7 @@ def put_copies(
     for e in range(len(copies.starts) - 1):
         for copy in range(max(own.first, copies.starts[e]), min(own.end, copies.starts[e + 1])):
             matrix = first + 2 * e
-            at = copy * weights.matrices[matrix, 2]
+            at = copy * weights.matrices[matrix, DEPTH]
             row = routed.normed[copies.rows[copy]]
             factor = put_row_at(row, weights, matrix, operand, at)
             operand.factors[copy] = factor * copies.weights[copy] if experts.scales_inputs else factor
@@ -118,7 +119,7 @@ def multiply_up(
         width = experts.width if e < experts.num_experts else experts.shared_width
         at = _place(copies, begin, experts.width, experts.shared_width)
         matrix, count = first + 2 * e, end - begin
-        own = _from(operand, begin * weights.matrices[matrix, 2], begin)
+        own = _from(operand, begin * weights.matrices[matrix, DEPTH], begin)
         if not experts.gated or experts.activation == SILU:
             out = routed.inner[at : at + count * width].reshape(count, width)
             product(own, weights, matrix, Target(out, GATE if experts.gated else STORE), part)
@@ -150,8 +151,8 @@ def put_inner(
 @jit
 def _place_of_inner(copies: Copies, copy: int, weights: Weights, first: int, experts: Experts) -> int:
     shared = first + 2 * experts.num_experts + 1
-    depth = weights.matrices[first + 1, 2]
-    return _place(copies, copy, depth, weights.matrices[shared, 2] if experts.shared_width else depth)
+    depth = weights.matrices[first + 1, DEPTH]
+    return _place(copies, copy, depth, weights.matrices[shared, DEPTH] if experts.shared_width else depth)
 
 
 @jit

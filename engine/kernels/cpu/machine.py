@@ -24,7 +24,7 @@ VECTOR_BYTES = 64
 CACHE_LINE_BYTES = 64
 LANES = 16
 """fp32 or int32 numbers in a vector."""
-GROUP = 4
+QUAD = 4
 """Bytes that one VNNI instruction multiplies and adds up in one lane."""
 FP8_FACTOR = 256.0
 """A number of fp8 (e4m3) divided by the fp16 number whose bits follow from its own by a shift."""
@@ -59,7 +59,7 @@ _MAX_BLOCK_KEYS = 512
 
 INT4_GROUPS = (32, 64, 128)
 """Inputs that may share a scale in int4."""
-FOUR_BITS, LEVELS, EIGHT_BITS, STEPS = 0, 1, 2, 3
+FOUR_BITS, MXFP4, EIGHT_BITS, STEPS = 0, 1, 2, 3
 """Kinds of numbers of matrices in a model in int4: integers of 4 bits, levels of MXFP4, or integers of 8 bits; or, if
 all matrices have them, steps of int8.
 """

@@ -48,7 +48,7 @@ def route_rows(routing: Routing, routed: RoutedRows, layer: int, x: Floats, norm
 def _choose(routing: Routing, layer: int, scores: Floats, ranked: Floats, chosen: Int64s, weights: Floats) -> None:
     """The experts that rank highest, and their shares."""
     for e in range(routing.num_experts):
-        ranked[e] = scores[e]  # of outputs fewer are equal: scores round to 1
+        ranked[e] = scores[e]  # outputs rank better than scores, many of which round to 1
     total = _score(routing, scores)
     has_bias = routing.choice_biases.shape[1] > 0
     if has_bias or routing.num_groups > 1:

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.arguments import (
+    DEPTH,
+    GROUP,
+    ORDER_END,
     Attending,
     Cache,
     Floats,
@@ -45,7 +48,7 @@ class Norm(NamedTuple):
 @jit
 def put_rows(x: Floats, width: int, weights: Weights, matrix: int, operand: Operand, own: Range) -> None:
     """Write the first `width` numbers of the rows of x in the range to the operand of a product with a matrix."""
-    depth = weights.matrices[matrix, 2]
+    depth = weights.matrices[matrix, DEPTH]
     for r in range(own.first, own.end):
         operand.factors[r] = put_row_at(x[r, :width], weights, matrix, operand, r * depth)
 
@@ -53,7 +56,7 @@ def put_rows(x: Floats, width: int, weights: Weights, matrix: int, operand: Oper
 @jit
 def norm_rows(x: Floats, norm: Norm, weights: Weights, matrix: int, operand: Operand, own: Range) -> None:
     """Like `put_rows`, after a norm of each row."""
-    depth, normed = weights.matrices[matrix, 2], np.empty(x.shape[1], np.float32)
+    depth, normed = weights.matrices[matrix, DEPTH], np.empty(x.shape[1], np.float32)
     for r in range(own.first, own.end):
         divisor = norm_row(x[r], norm, normed)
         operand.factors[r] = put_row_at(normed, weights, matrix, operand, r * depth) / divisor
@@ -65,7 +68,7 @@ def put_row_at(x: Floats, weights: Weights, matrix: int, operand: Operand, first
     row's factor.
     """
     width, at = len(x), address(operand.a) + first * operand.code.operand_bytes
-    group, order_end = weights.matrices[matrix, 4], weights.matrices[matrix, 5]
+    group, order_end = weights.matrices[matrix, GROUP], weights.matrices[matrix, ORDER_END]
     if not order_end:
         return call_put_values(operand.code.put, (address(x), width // LANES, at, group))
     gathered = np.empty(width, np.float32)
@@ -174,4 +177,4 @@ def rotate_and_store(
             keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
             values = keys + num_kv_heads * dim * FLOAT_BYTES
             slot = TokenSlot(layer_at, batch.slots[r, place.group])
-            call_write_token(attending.code.write, (keys, values, slot, shape))
+            call_write_token(attending.code.write_token, (keys, values, slot, shape))

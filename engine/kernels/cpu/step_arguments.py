@@ -44,12 +44,12 @@ class Family(NamedTuple):
     sandwich: bool  # the outputs of attention and MLP are normed before they are added
     gated: bool
     activation: int  # SILU, GELU, GELU_TANH, RELU, RELU2 or XIELU
-    gate_factor: np.float32  # of gates, before the activation
-    inner_factor: np.float32  # of what it gives
-    centred_heads: bool  # see HeadNorms
+    gate_factor: np.float32  # multiplies gates before the activation
+    inner_factor: np.float32  # multiplies what the activation gives
+    centred_heads: bool  # this and the next two: see HeadNorms (head_norms.py)
     norms_rotated: bool
-    norms_values: bool  # see HeadNorms
-    clip_qkv: np.float32  # see clip_rows; 0: no limit
+    norms_values: bool
+    clip_qkv: np.float32  # largest magnitude of queries, keys and values; 0: no limit
     gates_attention: bool  # behind the values of a token are gates of attention's result
 
 
@@ -72,7 +72,7 @@ class ModelConstants(NamedTuple):
     are_recurrent: Int64s
     have_mlp: Int64s
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
-    norms: Floats  # [num_layers, 2 or, in a sandwich, 4 or 9, 1 or 2, hidden]; see Norm, arguments.py
+    norms: Floats  # [num_layers, 2 or, in a sandwich, 4 or 9, 1 or 2, hidden]; see rows.Norm, INPUT_NORM
     final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 0 or more, largest head_dim]; see HeadNorms
     scalars: Floats  # [num_layers]: factors of the residual

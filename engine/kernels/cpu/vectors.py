@@ -35,9 +35,9 @@ from engine.kernels.cpu.compilation.emitter import (
 )
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
-    GROUP,
     LANES,
     LOG2_E,
+    QUAD,
     SHORTS_ORDER,
     VECTOR_BYTES,
     ZERO_POINT,
@@ -99,7 +99,7 @@ def fill_row(typing: TypingContext, out: NumbaType, num_vectors: NumbaType, valu
         emit = Emitter(context, builder)
         at, value = emit.pointer(args[0]), emit.splat(args[2])
         with emit.loop(args[1], []) as loop:
-            emit.store(value, emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES))))
+            emit.store(value, emit.vector_at(at, loop.index))
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP, types.float32), generate
@@ -117,7 +117,7 @@ def largest_magnitude(typing: TypingContext, values: NumbaType, num_vectors: Num
 
 def shorts_of(emit: Emitter, lanes: Value) -> Value:
     """16 int32 as int16, each four of them in SHORTS_ORDER."""
-    order = ir.Constant(INTS, [first + place for first in range(0, LANES, GROUP) for place in SHORTS_ORDER])
+    order = ir.Constant(INTS, [first + place for first in range(0, LANES, QUAD) for place in SHORTS_ORDER])
     return emit.builder.trunc(emit.builder.shuffle_vector(lanes, lanes, order), SHORTS)
 
 
@@ -138,7 +138,7 @@ def quantise_vectors(
         emit = Emitter(context, builder)
         values_at, factor, out_at = emit.pointer(args[0]), emit.splat(args[2]), emit.pointer(args[3])
         with emit.loop(args[1], []) as loop:
-            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            read = emit.load(emit.vector_at(values_at, loop.index), FLOATS)
             levels = emit.rounded(builder.fmul(read, factor))
             if element == types.uint8:
                 stored = builder.trunc(builder.add(levels, constant(INTS, ZERO_POINT)), BYTES)
@@ -210,7 +210,7 @@ def to_bf16(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, ou
         emit = Emitter(context, builder)
         values_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
         with emit.loop(args[1], []) as loop:
-            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            read = emit.load(emit.vector_at(values_at, loop.index), FLOATS)
             half = emit.bf16(read)
             emit.store(half, emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES // 2))), 2)
         return context.get_dummy_value()
@@ -308,7 +308,7 @@ def index_of_largest(typing: TypingContext, values: NumbaType, num_vectors: Numb
         emit = Emitter(context, builder)
         at, lanes = emit.pointer(args[0]), ir.Constant(INTS, list(range(LANES)))
         with emit.loop(args[1], [constant(FLOATS, -math.inf), constant(INTS, 0)]) as loop:
-            read = emit.load(emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            read = emit.load(emit.vector_at(at, loop.index), FLOATS)
             indices = builder.add(emit.splat(builder.trunc(builder.mul(loop.index, INT64(LANES)), INT32)), lanes)
             is_larger = builder.fcmp_ordered(">", read, loop.carried[0])
             loop.next.append(builder.select(is_larger, read, loop.carried[0]))
@@ -330,7 +330,7 @@ def sum_of_exponents(typing: TypingContext, values: NumbaType, num_vectors: Numb
         emit = Emitter(context, builder)
         at, largest = emit.pointer(args[0]), emit.splat(args[2])
         with emit.loop(args[1], [constant(FLOATS, 0.0)]) as total:
-            read = emit.load(emit.at(at, builder.mul(total.index, INT64(VECTOR_BYTES))), FLOATS)
+            read = emit.load(emit.vector_at(at, total.index), FLOATS)
             power = emit.power_of_two(builder.fmul(builder.fsub(read, largest), constant(FLOATS, LOG2_E)))
             total.next.append(builder.fadd(total.carried[0], power))
         return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), total.next[0])

@@ -99,13 +99,13 @@ def attend(attending: Attending, cache: Cache, place: LayerPlace, window: Window
         rows = _rows(batch, seq)
         if rows.num_prompt:
             chunk = Chunk(seq, rows.first, rows.num_prompt, rows.position)
-            call_attend_prompt(attending.code.attend_chunk, (chunk, shape, memory, keys, values, window, part))
+            call_attend_prompt(attending.code.attend_prompt, (chunk, shape, memory, keys, values, window, part))
         for row in range(rows.first + rows.num_prompt, rows.end):
             query = _query(seq, row, rows, window, result)
             size = _size(segments_of(query.visible)) * shape.num_kv_heads
             if done < end and done + size > first:
                 own = Range(first - done, end - done)
-                call_attend_token(attending.code.attend_decode, (query, own, shape, memory, keys, values, window))
+                call_attend_token(attending.code.attend_token, (query, own, shape, memory, keys, values, window))
             done += size
             result += _num_results(query)
 
@@ -158,7 +158,7 @@ def memory_of(attending: Attending, place: LayerPlace) -> AttentionMemory:
         address(scratch.factors),
         address(scratch.peaks),
         address(scratch.totals),
-        address(scratch.limbs),
+        address(scratch.prepared),
         address(splits.rows),
         address(splits.peaks),
         address(splits.totals),

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from engine.kernels.cpu.arguments import Address, Array, Element, Floats, HeadShape, Int64s
+from engine.kernels.cpu.arguments import Address, Cache, Element, Floats, HeadShape, Int64s
 from engine.kernels.cpu.attention.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.compilation.compiler import entry, jit
 from engine.kernels.cpu.compilation.pieces import Piece, caller, element_of
@@ -39,9 +39,9 @@ call_write_token = caller(write_token)
 
 
 @entry
-def write_tokens(keys: Floats, values: Floats, slots: Int64s, cache: Array, shape: HeadShape) -> None:
-    """Write keys and values [num_tokens, num_kv_heads, head_dim] to their slots of a one-layer cache."""
-    token_bytes = shape.num_kv_heads * shape.head_dim * FLOAT_BYTES
+def write_tokens(keys: Floats, values: Floats, slots: Int64s, cache: Cache, shape: HeadShape) -> None:
+    """Write fp32 keys and values [num_tokens, num_kv_heads, head_dim] to their slots of a one-layer cache."""
+    step = shape.num_kv_heads * shape.head_dim * FLOAT_BYTES
     for token in range(len(slots)):
-        token_slot, at = TokenSlot(address(cache), slots[token]), token * token_bytes
+        token_slot, at = TokenSlot(address(cache), slots[token]), token * step
         write_heads(address(keys) + at, address(values) + at, token_slot, cache[0], shape)

@@ -2,8 +2,8 @@
 
 A block of keys and values of one head is packed once, so small that it stays in the L2 cache. All queries of the chunk
 pass over it, a tile at a time: scores, powers beneath the highest score so far, sums of values. When a query meets a
-higher score, what it has summed is scaled down (FlashAttention, Dao et al. 2022, §3.1, on a CPU). Blocks begin at fixed
-positions of the sequence, so that a query's result does not depend on its chunk.
+higher score, what it has summed is scaled down (online softmax, as in FlashAttention, Dao et al. 2022, §3.1). Blocks
+begin at fixed positions of the sequence, so that a query's result does not depend on its chunk.
 
 It is computed in fp32, or in bf16 for models whose activations are rounded anyway, on a CPU with AMX or AVX512-BF16.
 bf16 numbers are kept as their 16 bits. Sums of products and the softmax are fp32 in both.
@@ -53,7 +53,7 @@ from engine.kernels.cpu.vectors import (
     write_float,
 )
 
-_HIDDEN, _ONE, _NONE = np.float32(HIDDEN), np.float32(1.0), np.float32(0.0)
+_HIDDEN, _ONE, _ZERO = np.float32(HIDDEN), np.float32(1.0), np.float32(0.0)
 _keys_at_once = jit(keys_at_once)
 
 
@@ -143,15 +143,15 @@ def _prefetch(tile: _Tile, shape: HeadShape, memory: AttentionMemory) -> None:
 @jit
 def _begin_tile(tile: _Tile, shape: HeadShape, memory: AttentionMemory) -> None:
     for i in range(tile.num_rows):
-        fill_row(tile.out + i * memory.out_bytes, shape.head_dim // LANES, _NONE)
+        fill_row(tile.out + i * memory.out_bytes, shape.head_dim // LANES, _ZERO)
         write_float(memory.peaks + tile.state + i * FLOAT_BYTES, _HIDDEN)
-        write_float(memory.totals + tile.state + i * FLOAT_BYTES, _NONE)
+        write_float(memory.totals + tile.state + i * FLOAT_BYTES, _ZERO)
 
 
 @jit
 def _finish_tile(tile: _Tile, shape: HeadShape, memory: AttentionMemory) -> None:
     """Divide sums of values by the softmax totals."""
-    scale = _ONE if shape.softcap > _NONE or memory.slopes else shape.scale  # as adjust_scores leaves it
+    scale = _ONE if shape.softcap > _ZERO or memory.slopes else shape.scale  # as adjust_scores leaves it
     for i in range(tile.num_rows):
         at, state = tile.out + i * memory.out_bytes, tile.state + i * FLOAT_BYTES
         peak = read_float(memory.peaks + state) * scale
@@ -160,7 +160,7 @@ def _finish_tile(tile: _Tile, shape: HeadShape, memory: AttentionMemory) -> None
 
 
 @jit
-def padded_keys(num_keys: int) -> int:
+def _padded_keys(num_keys: int) -> int:
     """num_keys rounded up to whole key tiles."""
     return (num_keys + KEY_TILE - 1) // KEY_TILE * KEY_TILE
 
@@ -170,7 +170,7 @@ def _add_keys(tile: _Tile, keys: Range, window: Window, shape: HeadShape, memory
     """Let the queries of a tile attend to a block of keys, which is packed."""
     begin = (max(keys.first, first_visible(tile.position, window)) - keys.first) // KEY_TILE * KEY_TILE
     # Keys after the tile's last query are hidden from the whole tile.
-    end = padded_keys(min(keys.end, tile.position + tile.num_rows) - keys.first)
+    end = _padded_keys(min(keys.end, tile.position + tile.num_rows) - keys.first)
     width = end - begin
     if width <= 0:
         return
@@ -266,7 +266,7 @@ def _pack(
 ) -> None:
     """Pack one head of a block of tokens, padded to whole key tiles with the last tokens' segment."""
     step = shape.num_kv_heads * shape.row_bytes
-    for key in range(0, padded_keys(tokens.end - tokens.first), KEYS):
+    for key in range(0, _padded_keys(tokens.end - tokens.first), KEYS):
         token = min(tokens.first + key, tokens.end - 1)
         slot = read_int64(segments + token // KEYS * SLOT_BYTES)
         head = head_of(slot * step, kv_head, shape, kv.element)

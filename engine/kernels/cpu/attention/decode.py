@@ -48,7 +48,7 @@ from engine.kernels.cpu.vectors import (
     write_float,
 )
 
-_HIDDEN, _ONE, _NONE = np.float32(HIDDEN), np.float32(1.0), np.float32(0.0)
+_HIDDEN, _ONE, _ZERO = np.float32(HIDDEN), np.float32(1.0), np.float32(0.0)
 _PREFETCH_SEGMENTS = 4
 """Segments that are prefetched ahead of use."""
 
@@ -161,7 +161,7 @@ def _attend_split(
     out = memory.split_rows + result * dim * FLOAT_BYTES
     if is_whole:
         out = memory.out + query.row * memory.out_bytes + first_row * dim * FLOAT_BYTES
-    fill_row(out, num_rows * dim // LANES, _NONE)
+    fill_row(out, num_rows * dim // LANES, _ZERO)
     after = _following(query, split, memory, kv)
     _add_segments(out, split.heads, shape, memory, values, after, kv.element)
     if is_whole:
@@ -198,11 +198,11 @@ def join_splits(query: DecodeQuery, shape: HeadShape, memory: AttentionMemory, p
     splits, num_vectors, num_heads = splits_of(query.visible), shape.head_dim // LANES, shape.num_heads
     end = query.result + splits.end - splits.first
     for head in range(part.number, num_heads, part.num_parts):
-        peak, total = _HIDDEN, _NONE
+        peak, total = _HIDDEN, _ZERO
         for i in range(query.result, end):
             peak = max(peak, read_float(memory.split_peaks + (i * num_heads + head) * FLOAT_BYTES))
         out = memory.out + query.row * memory.out_bytes + head * num_vectors * VECTOR_BYTES
-        fill_row(out, num_vectors, _NONE)
+        fill_row(out, num_vectors, _ZERO)
         for i in range(query.result, end):
             row = i * num_heads + head
             factor = np.exp2(read_float(memory.split_peaks + row * FLOAT_BYTES) - peak)

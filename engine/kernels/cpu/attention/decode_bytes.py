@@ -18,9 +18,9 @@ from engine.kernels.cpu.compilation.emitter import (
 )
 from engine.kernels.cpu.machine import (
     FACTOR_AT,
-    GROUP,
     KEYS,
     LANES,
+    QUAD,
     SIGN_BITS,
     VECTOR_BYTES,
     knows_avx512,
@@ -50,7 +50,7 @@ class ByteHead(NamedTuple):
 
     def prefetch_scales(self, emit: Emitter) -> None:
         """Prefetch the line ahead that belongs to the scales, which lie behind all vectors."""
-        self.prefetch(emit, emit.builder.mul(self.num_vectors, INT64(GROUP)))
+        self.prefetch(emit, emit.builder.mul(self.num_vectors, INT64(QUAD)))
 
 
 def score_bytes(emit: Emitter, queries: list[Value], segments: list[ByteHead], out: list[list[Value]]) -> None:
@@ -70,9 +70,9 @@ def _scores_of_limbs(emit: Emitter, queries: list[Value], segments: list[ByteHea
     tails = [emit.at(query, builder.mul(dim, INT64(2))) for query in queries]
     initial = [emit.splat(emit.load(emit.at(tail, 4 * i), INT32)) for tail in tails for i in range(2)]
     flip = constant(INTS, SIGN_BITS * 0x01010101)
-    with emit.loop(builder.mul(num_vectors, INT64(GROUP)), initial * len(segments)) as loop:
+    with emit.loop(builder.mul(num_vectors, INT64(QUAD)), initial * len(segments)) as loop:
         keys = [builder.xor(_read_keys(emit, segment, loop.index), flip) for segment in segments]
-        places = [emit.at(limb, builder.mul(loop.index, INT64(GROUP))) for limb in limbs]
+        places = [emit.at(limb, builder.mul(loop.index, INT64(QUAD))) for limb in limbs]
         fours = [emit.splat(emit.load(at, INT32, 1)) for at in places]
         pairs = [(unsigned, four) for unsigned in keys for four in fours]
         loop.next += [emit.dot_bytes(total, *pair) for total, pair in zip(loop.carried, pairs, strict=True)]
@@ -82,8 +82,8 @@ def _scores_of_limbs(emit: Emitter, queries: list[Value], segments: list[ByteHea
 def _scores_of_shorts(emit: Emitter, queries: list[Value], segments: list[ByteHead]) -> list[list[Value]]:
     builder, num_rows = emit.builder, len(queries)
     zeros = [constant(INTS, 0)] * (num_rows * len(segments))
-    with emit.loop(builder.mul(segments[0].num_vectors, INT64(GROUP)), zeros) as loop:
-        offset = builder.mul(loop.index, INT64(2 * GROUP))
+    with emit.loop(builder.mul(segments[0].num_vectors, INT64(QUAD)), zeros) as loop:
+        offset = builder.mul(loop.index, INT64(2 * QUAD))
         fours = [emit.at(query, offset) for query in queries]
         for i, segment in enumerate(segments):
             keys = _read_keys(emit, segment, loop.index)
@@ -114,16 +114,16 @@ def _add_vectors(
 ) -> None:
     """`add_bytes` for the vectors with these indices. out: of each row, a pointer and the factor of its sums."""
     builder = emit.builder
-    values.prefetch(emit, builder.mul(indices[0], INT64(KEYS // GROUP)), len(indices) * KEYS // GROUP)
+    values.prefetch(emit, builder.mul(indices[0], INT64(KEYS // QUAD)), len(indices) * KEYS // QUAD)
     groups: list[list[Value]] = []
-    for i in range(KEYS // GROUP):
+    for i in range(KEYS // QUAD):
         before = builder.mul(values.num_vectors, INT64(i))
         numbers = [builder.add(before, index) for index in indices]
         groups.append([emit.load(emit.vector_at(values.at, number), INTS) for number in numbers])
     sums = (_sums_of_limbs if knows_vnni() else _sums_of_shorts)(emit, weights, groups)
     for i, index in enumerate(indices):
         for total, (out_at, factor) in zip(sums[i], out, strict=True):
-            target = emit.at(out_at, builder.mul(index, INT64(VECTOR_BYTES)))
+            target = emit.vector_at(out_at, index)
             emit.store(emit.multiply_add(total, factor, emit.load(target, FLOATS)), target)
 
 
@@ -138,7 +138,7 @@ def _sums_of_limbs(emit: Emitter, weights: list[Value], groups: list[list[Value]
     totals = [[constant(INTS, 0)] * len(limbs) for _ in groups[0]]
     for number, group in enumerate(groups):
         for i, limb in enumerate(limbs):
-            four = emit.splat(emit.load(emit.at(limb, GROUP * number), INT32, 1))
+            four = emit.splat(emit.load(emit.at(limb, QUAD * number), INT32, 1))
             for of_vector, four_rows in zip(totals, group, strict=True):
                 of_vector[i] = emit.dot_bytes(of_vector[i], four, four_rows)
     return [_joined(emit, of_vector) for of_vector in totals]
@@ -147,7 +147,7 @@ def _sums_of_limbs(emit: Emitter, weights: list[Value], groups: list[list[Value]
 def _sums_of_shorts(emit: Emitter, weights: list[Value], groups: list[list[Value]]) -> list[list[Value]]:
     totals = [[constant(INTS, 0)] * len(weights) for _ in groups[0]]
     for number, group in enumerate(groups):
-        fours = [emit.at(at, 2 * GROUP * number) for at in weights]
+        fours = [emit.at(at, 2 * QUAD * number) for at in weights]
         totals = [_dot_shorts(emit, *each) for each in zip(totals, [fours] * len(group), group, strict=True)]
     return [[emit.builder.sitofp(total, FLOATS) for total in of_vector] for of_vector in totals]
 

@@ -36,9 +36,9 @@ from engine.kernels.cpu.compilation.parts import select_by_dtype
 from engine.kernels.cpu.machine import (
     FACTOR_AT,
     FLOAT_BYTES,
-    GROUP,
     LANES,
     LIMBS_TAIL_BYTES,
+    QUAD,
     SIGN_BITS,
     knows_vnni,
 )
@@ -47,7 +47,7 @@ from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, shor
 _INTP = types.intp
 _QUERY_LEVELS = 127.0 * 256
 _LIMB_LEVELS, _SHORT_LEVELS = 65535.0, 32767.0
-_HIGH_THEN_LOW = [GROUP * lane + byte for byte in (1, 0) for lane in range(LANES)]
+_HIGH_THEN_LOW = [QUAD * lane + byte for byte in (1, 0) for lane in range(LANES)]
 
 
 def prepare_queries(
@@ -55,7 +55,7 @@ def prepare_queries(
 ) -> Matrix:
     """Bring fp32 rows [num_rows, head_dim] into the form that `score_keys` reads.
 
-    Factors of the rows' scores that are not 1 are written to memory.factors. The result may be in memory.limbs.
+    Factors of the rows' scores that are not 1 are written to memory.factors. The result may be in memory.prepared.
     """
     raise NotImplementedError
 
@@ -88,8 +88,8 @@ def _split_queries(
     step = 2 * shape.head_dim + LIMBS_TAIL_BYTES
     for row in range(num_rows):
         at = query + row * shape.head_dim * FLOAT_BYTES
-        split_query(at, shape.head_dim // LANES, memory.limbs + row * step, memory.factors + row * FLOAT_BYTES)
-    return Matrix(memory.limbs, step)
+        split_query(at, shape.head_dim // LANES, memory.prepared + row * step, memory.factors + row * FLOAT_BYTES)
+    return Matrix(memory.prepared, step)
 
 
 def _short_queries(
@@ -99,10 +99,10 @@ def _short_queries(
     num_vectors, step = shape.head_dim // LANES, 2 * shape.head_dim
     for row in range(num_rows):
         at = query + row * shape.head_dim * FLOAT_BYTES
-        largest = largest_magnitude(at, num_vectors)
-        quantise_vectors(at, num_vectors, np.float32(_QUERY_LEVELS) / largest, memory.limbs + row * step, np.uint16(0))
+        largest, out = largest_magnitude(at, num_vectors), memory.prepared + row * step
+        quantise_vectors(at, num_vectors, np.float32(_QUERY_LEVELS) / largest, out, np.uint16(0))
         write_float(memory.factors + row * FLOAT_BYTES, largest / np.float32(_QUERY_LEVELS))
-    return Matrix(memory.limbs, step)
+    return Matrix(memory.prepared, step)
 
 
 @emitted
@@ -171,7 +171,7 @@ def _round_row(emit: Emitter, at: Value, scales: Value) -> None:
     bits = emit.call("llvm.smax.v16i32", INTS, bits, constant(INTS, TINY_BITS))
     largest, zeros = _largest_of_four(emit, bits), ir.Constant(INTS, [0] * LANES)
     # Without flags LLVM might estimate the quotient.
-    factors = builder.fdiv(ir.Constant(largest.type, [most] * GROUP), largest, flags=("nsz",))
+    factors = builder.fdiv(ir.Constant(largest.type, [most] * QUAD), largest, flags=("nsz",))
     levels = emit.rounded(builder.fmul(scaled, builder.shuffle_vector(factors, factors, zeros)))
     if knows_vnni():
         octets = builder.bitcast(levels, ALL_BYTES)
@@ -189,11 +189,11 @@ def _largest_of_four(emit: Emitter, bits: Value) -> Value:
     """
     builder = emit.builder
     for distance in (8, 4, 2, 1):
-        kind = ir.VectorType(INT32, max(GROUP, distance))
+        kind = ir.VectorType(INT32, max(QUAD, distance))
         pairs = ([lane ^ there for lane in range(kind.count)] for there in (0, distance))
         parts = [builder.shuffle_vector(bits, bits, ir.Constant(kind, lanes)) for lanes in pairs]
         bits = emit.call(f"llvm.smax.v{kind.count}i32", kind, *parts)
-    return builder.bitcast(bits, ir.VectorType(FLOAT, GROUP))
+    return builder.bitcast(bits, ir.VectorType(FLOAT, QUAD))
 
 
 select_by_dtype(prepare_queries, {types.int8: _split_queries if knows_vnni() else _short_queries}, _plain_queries)

@@ -222,8 +222,7 @@ def _row_pointers(emit: Emitter, matrix: Value, num_rows: int) -> list[Value]:
 
 def _byte_head(emit: Emitter, rows: Value, case: _Case) -> ByteHead:
     address, _, num_vectors, ahead = emit.members(rows, 4)
-    ahead_at, _ = emit.matrix(ahead)
-    at = emit.pointer(address)
+    at, ahead_at = emit.pointer(address), emit.pointer(emit.members(ahead, 1)[0])
     return ByteHead(at, scales_at(emit, at, num_vectors), num_vectors, ahead_at if case.fetches else None)
 
 

@@ -1,7 +1,7 @@
 """A segment of the KV cache: the keys, or the values, of 16 tokens of a layer, in the layout of each dtype.
 
 fp32 and fp16 segments are rows, [16 tokens][heads][head_dim]; fp16 is kept as uint16, because numba has no fp16 on CPU.
-int8 segments are grouped by head and laid out as VNNI multiplies them: GROUP bytes of one sum in each lane. A head has
+int8 segments are grouped by head and laid out as VNNI multiplies them: QUAD bytes of one sum in each lane. A head has
 16 vectors of bytes for each 16 of head_dim, then the tokens' 16 scales in fp32. Keys: [head_dim / 4][16 tokens]
 [4 dims]; the lane of a token sums its dot product. Values: [4][head_dim][4 tokens]; the lane of a dim sums its weighted
 sum. Nothing is converted or folded on the way. Both layouts have `row_bytes` bytes for each head of a token. Rows that
@@ -45,20 +45,20 @@ from engine.kernels.cpu.compilation.emitter import (
 )
 from engine.kernels.cpu.compilation.parts import select_by_dtype
 from engine.kernels.cpu.machine import (
-    GROUP,
     INT8_LEVELS,
     KEYS,
     LANES,
+    QUAD,
     VECTOR_BYTES,
     knows_avx512,
 )
 
-_NOTHING = np.float32(-0.0)
+_MINUS_ZERO = np.float32(-0.0)
 """Leaves every number that it is added to as it is: 0 would make 0 of -0."""
 _TOO_LARGE_BITS = 0x477FF000
 """The least number that becomes infinity in fp16, 65,520, in fp32."""
-_QUADS = ir.VectorType(INT32, LANES // GROUP)
-ALL_BYTES = ir.VectorType(INT8, LANES * GROUP)
+_QUADS = ir.VectorType(INT32, LANES // QUAD)
+ALL_BYTES = ir.VectorType(INT8, LANES * QUAD)
 _INTP = types.intp
 
 
@@ -86,13 +86,13 @@ def write_key(
         emit = Emitter(context, builder)
         values_at, segment_at = emit.pointer(args[0]), emit.pointer(args[2])
         factor = _store_scale(emit, args[0], args[1], segment_at, args[3])
-        lane = emit.at(segment_at, builder.mul(args[3], INT64(GROUP)))
+        lane = emit.at(segment_at, builder.mul(args[3], INT64(QUAD)))
         with emit.loop(args[1], []) as loop:
             read = emit.load(emit.vector_at(values_at, loop.index), FLOATS)
             levels = builder.trunc(emit.rounded(builder.fmul(read, factor)), BYTES)
             groups = builder.bitcast(levels, _QUADS)
-            for i in range(LANES // GROUP):
-                index = builder.add(builder.mul(loop.index, INT64(LANES // GROUP)), INT64(i))
+            for i in range(LANES // QUAD):
+                index = builder.add(builder.mul(loop.index, INT64(LANES // QUAD)), INT64(i))
                 emit.store(builder.extract_element(groups, INT32(i)), emit.vector_at(lane, index))
         return context.get_dummy_value()
 
@@ -109,11 +109,11 @@ def write_value(
         emit = Emitter(context, builder)
         values_at, segment_at = emit.pointer(args[0]), emit.pointer(args[2])
         factor = _store_scale(emit, args[0], args[1], segment_at, args[3])
-        group, lane = builder.lshr(args[3], INT64(2)), builder.and_(args[3], INT64(GROUP - 1))
+        group, lane = builder.lshr(args[3], INT64(2)), builder.and_(args[3], INT64(QUAD - 1))
         group_at = emit.at(segment_at, builder.mul(group, builder.mul(args[1], INT64(VECTOR_BYTES))))
         bits = emit.splat(builder.trunc(builder.mul(lane, INT64(8)), INT32))
         token_bytes = builder.shl(INT64(0x1111111111111111), lane)
-        mask = builder.bitcast(token_bytes, ir.VectorType(ir.IntType(1), LANES * GROUP))
+        mask = builder.bitcast(token_bytes, ir.VectorType(ir.IntType(1), LANES * QUAD))
         with emit.loop(args[1], []) as loop:
             read = emit.load(emit.vector_at(values_at, loop.index), FLOATS)
             levels = emit.rounded(builder.fmul(read, factor))
@@ -133,13 +133,13 @@ def _scatter(emit: Emitter, levels: Value, at: Value) -> None:
     """Store the low bytes of 16 lanes, four bytes apart. Bytes between them are not touched: others may write them."""
     low = emit.builder.trunc(levels, BYTES)
     for i in range(LANES):
-        emit.store(emit.builder.extract_element(low, INT32(i)), emit.at(at, GROUP * i), 1)
+        emit.store(emit.builder.extract_element(low, INT32(i)), emit.at(at, QUAD * i), 1)
 
 
 def _fours(emit: Emitter, at: Value) -> list[Value]:
     """Four fp32 vectors: the signed bytes number 0, 1, 2 and 3 of 16 lanes."""
     builder, lanes = emit.builder, emit.load(at, INTS)
-    shifted = [builder.shl(lanes, constant(INTS, 24 - 8 * i)) for i in range(GROUP)]
+    shifted = [builder.shl(lanes, constant(INTS, 24 - 8 * i)) for i in range(QUAD)]
     return [builder.sitofp(builder.ashr(lane, constant(INTS, 24)), FLOATS) for lane in shifted]
 
 
@@ -151,8 +151,8 @@ def read_byte_keys(typing: TypingContext, segment: NumbaType, num_vectors: Numba
         emit = Emitter(context, builder)
         segment_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
         scales = emit.load(scales_at(emit, segment_at, args[1]), FLOATS)
-        with emit.loop(builder.mul(args[1], INT64(GROUP)), []) as loop:
-            target = emit.vector_at(out_at, builder.mul(loop.index, INT64(GROUP)))
+        with emit.loop(builder.mul(args[1], INT64(QUAD)), []) as loop:
+            target = emit.vector_at(out_at, builder.mul(loop.index, INT64(QUAD)))
             for i, numbers in enumerate(_fours(emit, emit.vector_at(segment_at, loop.index))):
                 emit.store(builder.fmul(numbers, scales), emit.at(target, i * VECTOR_BYTES))
         return context.get_dummy_value()
@@ -170,9 +170,9 @@ def read_byte_values(typing: TypingContext, segment: NumbaType, num_vectors: Num
         first_scale, row_bytes = scales_at(emit, segment_at, args[1]), builder.mul(args[1], INT64(VECTOR_BYTES))
         scales = [emit.splat(emit.load(emit.at(first_scale, 4 * token), FLOAT)) for token in range(KEYS)]
         with emit.loop(args[1], []) as loop:
-            for group in range(KEYS // GROUP):
+            for group in range(KEYS // QUAD):
                 at = emit.at(emit.vector_at(segment_at, loop.index), builder.mul(row_bytes, INT64(group)))
-                for token, numbers in enumerate(_fours(emit, at), GROUP * group):
+                for token, numbers in enumerate(_fours(emit, at), QUAD * group):
                     target = emit.at(emit.vector_at(out_at, loop.index), builder.mul(row_bytes, INT64(token)))
                     emit.store(builder.fmul(numbers, scales[token]), target)
         return context.get_dummy_value()
@@ -193,7 +193,7 @@ def transpose_byte_values(
         scales = emit.load(scales_at(emit, segment_at, args[1]), FLOATS)
         with emit.loop(args[1], []) as loop:
             rows: list[Value] = []
-            for group in range(KEYS // GROUP):
+            for group in range(KEYS // QUAD):
                 rows += _fours(
                     emit, emit.at(emit.vector_at(segment_at, loop.index), builder.mul(row_bytes, INT64(group)))
                 )
@@ -219,7 +219,7 @@ def read_rows(
         out_step = builder.mul(args[2], INT64(VECTOR_BYTES))
         with emit.loop(args[2], []) as loop:
             column = builder.mul(loop.index, INT64(LANES * bits // 8))
-            target = emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+            target = emit.vector_at(out_at, loop.index)
             for key, row in enumerate(rows):
                 values = emit.floats(emit.at(row, column), element)
                 emit.store(values, emit.at(target, builder.mul(out_step, INT64(key))))
@@ -265,15 +265,15 @@ def _transposed(builder: Builder, rows: list[Value]) -> list[Value]:
 
 @emitted
 def misfit(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, element: NumbaType) -> Intrinsic:
-    """NaN if one of the fp32 values does not fit into rows of the cache, else _NOTHING."""
+    """NaN if one of the fp32 values does not fit into rows of the cache, else _MINUS_ZERO."""
     bits = element.bitwidth
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         if bits == 32:
-            return FLOAT(_NOTHING)
+            return FLOAT(_MINUS_ZERO)
         highest = builder.bitcast(largest_of(Emitter(context, builder), args[0], args[1]), INT32)
         fits = builder.icmp_unsigned("<", highest, INT32(_TOO_LARGE_BITS))
-        return builder.select(fits, FLOAT(_NOTHING), FLOAT(math.nan))
+        return builder.select(fits, FLOAT(_MINUS_ZERO), FLOAT(math.nan))
 
     return types.float32(_INTP, _INTP, element), generate
 
@@ -345,7 +345,7 @@ def _write_rows(
     offset, num_vectors = token * shape.num_kv_heads * shape.row_bytes, shape.head_dim // LANES
     spoilt = misfit(key, num_vectors, element)
     if shape.num_planes > 1:
-        write_row(key, num_vectors, segments.keys + offset, _NOTHING, element)
+        write_row(key, num_vectors, segments.keys + offset, _MINUS_ZERO, element)
         write_row(value, num_vectors, segments.values + offset, spoilt, element)
     else:
         write_row(key, num_vectors, segments.keys + offset, spoilt, element)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.arguments import (
+    DEPTH,
     Address,
     Array,
     Attending,
@@ -61,7 +62,7 @@ def put_queries(
     latent: Latent, layer: int, rows: LatentRows, weights: Weights, matrix: int, operand: Operand, own: Range
 ) -> None:
     """Write the normed latents of queries to the operand of their second projection."""
-    depth, normed = weights.matrices[matrix, 2], np.empty(latent.query_rank, np.float32)
+    depth, normed = weights.matrices[matrix, DEPTH], np.empty(latent.query_rank, np.float32)
     norm = Norm(latent.q_norms[layer], latent.eps)
     for r in range(own.first, own.end):
         divisor = norm_row(rows.projected[r * rows.step : r * rows.step + latent.query_rank], norm, normed)
@@ -90,7 +91,7 @@ def rotate_and_store_latents(
         for i in range(rotated, len(key)):
             key[i] /= divisor
         slot = TokenSlot(layer_at, batch.slots[r, 0])
-        call_write_token(attending.code.write, (address(key), address(key), slot, shape))
+        call_write_token(attending.code.write_token, (address(key), address(key), slot, shape))
         for head in range(shape.num_heads):
             at = r * rows.query_step + head * (rotated + latent.plain)
             first = r * queries.step + head * shape.head_dim

@@ -32,7 +32,7 @@ from engine.kernels.cpu.vectors import is_nan, read_float
 
 _INTP = types.intp
 _MAXIMA = 4
-_ONE, _NONE = np.float32(1.0), np.float32(0.0)
+_ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 _TWICE_LOG2_E = 2.0 * LOG2_E
 _MAX_POWER = np.float32(126.0)  # of two, in fp32
 
@@ -133,7 +133,7 @@ def cap_row(
         at, cap = emit.pointer(args[0]), emit.splat(args[3])
         scale = emit.splat(builder.fdiv(builder.fmul(args[2], FLOAT(_TWICE_LOG2_E)), args[3]))
         with emit.loop(args[1], []) as loop:
-            target = emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+            target = emit.vector_at(at, loop.index)
             score = emit.load(target, FLOATS)
             exponent = emit.call("llvm.minnum.v16f32", FLOATS, builder.fmul(score, scale), constant(FLOATS, 126.0))
             share = emit.reciprocal(builder.fadd(emit.power_of_two(exponent), constant(FLOATS, 1.0)))
@@ -161,7 +161,7 @@ def _slope_row(
         at, scale, slope = emit.pointer(args[0]), emit.splat(args[2]), emit.splat(args[3])
         lanes = ir.Constant(INTS, list(range(LANES)))
         with emit.loop(args[1], []) as loop:
-            target = emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+            target = emit.vector_at(at, loop.index)
             begin = builder.add(args[4], builder.mul(loop.index, INT64(LANES)))
             distance = builder.add(emit.splat(builder.trunc(begin, INT32)), lanes)
             bias = builder.fmul(builder.sitofp(distance, FLOATS), slope)
@@ -184,7 +184,7 @@ def adjust_scores(
     """Apply the model's soft cap and ALiBi to the scores of a query head; returns the factor that is left to apply,
     which is `scale` if the model has neither. `first`: position of the first key, from the query's on.
     """
-    if shape.softcap > _NONE:
+    if shape.softcap > _ZERO:
         cap_row(scores, num_vectors, scale, shape.softcap)
         scale = _ONE
     if memory.slopes:
@@ -199,5 +199,5 @@ def sink_weight(head: int, peak: np.float32, memory: AttentionMemory) -> np.floa
     powers of two, whose weight is 1.
     """
     if not memory.sinks:
-        return _NONE
+        return _ZERO
     return np.exp2(min(read_float(memory.sinks + head * FLOAT_BYTES) - peak, _MAX_POWER))

@@ -46,7 +46,7 @@ from engine.kernels.cpu.machine import (
 from engine.kernels.cpu.products.tiles import TileProduct, multiply_tile
 from engine.kernels.cpu.vectors import fill_row, prefetch, read_int64, scale_row
 
-_HIDDEN, _ONE, _NONE = np.float32(HIDDEN), np.float32(1.0), np.float32(0.0)
+_HIDDEN, _ONE, _ZERO = np.float32(HIDDEN), np.float32(1.0), np.float32(0.0)
 _INTP = types.intp
 _KEYS_AT_ONCE = 8
 """Keys of a product of scores: LLVM has registers for so many sums, see tiles.py."""
@@ -73,11 +73,11 @@ def attend_shared(
     num_panels, dim = _num_panels(shape), shape.head_dim
     for panel in range(num_panels):
         at = panel * LANES * dim * FLOAT_BYTES
-        transpose_rows(query + at, dim * FLOAT_BYTES, dim // LANES, memory.limbs + at, _ONE)
-    scale_row(memory.limbs, num_panels * dim, shape.scale, memory.limbs)
-    fill_row(sums_of(shape, memory), num_panels * dim, _NONE)
+        transpose_rows(query + at, dim * FLOAT_BYTES, dim // LANES, memory.prepared + at, _ONE)
+    scale_row(memory.prepared, num_panels * dim, shape.scale, memory.prepared)
+    fill_row(sums_of(shape, memory), num_panels * dim, _ZERO)
     fill_row(memory.peaks, num_panels, _HIDDEN)
-    fill_row(memory.totals, num_panels, _NONE)
+    fill_row(memory.totals, num_panels, _ZERO)
     step = num_panels * VECTOR_BYTES
     for first in range(tokens.first // KEY_TILE * KEY_TILE, tokens.end, KEY_TILE):
         keys = Range(max(0, tokens.first - first), min(KEY_TILE, tokens.end - first))
@@ -97,7 +97,7 @@ def attend_shared(
 @jit
 def sums_of(shape: HeadShape, memory: AttentionMemory) -> Address:
     """The sums that `attend_shared` leaves; they lie behind the queries."""
-    return memory.limbs + _num_panels(shape) * LANES * shape.head_dim * FLOAT_BYTES
+    return memory.prepared + _num_panels(shape) * LANES * shape.head_dim * FLOAT_BYTES
 
 
 @jit
@@ -117,7 +117,7 @@ def _score(slots: Address, keys: Range, shape: HeadShape, memory: AttentionMemor
         rows = Matrix(memory.tile + key * dim * FLOAT_BYTES, dim * FLOAT_BYTES)
         read_values(head_of(segment, 0, shape, kv.element), shape, rows.address, kv.element)
         for panel in range(num_panels):
-            queries = Matrix(memory.limbs + panel * dim * VECTOR_BYTES, 0)
+            queries = Matrix(memory.prepared + panel * dim * VECTOR_BYTES, 0)
             out = memory.scores + key * step + panel * VECTOR_BYTES
             for row in range(0, KEYS, _KEYS_AT_ONCE):
                 some_rows = Matrix(rows.address + row * rows.step, rows.step)

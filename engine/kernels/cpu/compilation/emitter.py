@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.cpu.machine import (
     LANES,
+    LOG2_E,
     VECTOR_BYTES,
     knows_avx512,
     knows_bf16,
@@ -315,3 +316,17 @@ def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
         magnitudes = emit.builder.and_(read, constant(INTS, 0x7FFFFFFF))
         loop.next.append(emit.call("llvm.smax.v16i32", INTS, loop.carried[0], magnitudes))
     return emit.builder.bitcast(emit.call("llvm.vector.reduce.smax.v16i32", INT32, loop.next[0]), FLOAT)
+
+
+def gated_silu(emit: Emitter, gate: Value, up: Value) -> Value:
+    """silu(gate) * up, of vectors of 16 fp32 numbers."""
+    return sigmoid_of(emit, gate, emit.builder.fmul(gate, up))
+
+
+def sigmoid_of(emit: Emitter, x: Value, factor: Value) -> Value:
+    """factor / (1 + e^-x)."""
+    builder = emit.builder
+    exponent = builder.fmul(x, constant(FLOATS, -LOG2_E))
+    exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, constant(FLOATS, 126.0))
+    divisor = builder.fadd(emit.power_of_two(exponent), constant(FLOATS, 1.0))
+    return builder.fmul(factor, emit.reciprocal(divisor))

@@ -51,6 +51,7 @@ WORD_BYTES = 8
 _TYPE_FLAGS = 0x503
 """Flags of an array that its numba type depends on: both orders, aligned, writeable."""
 JOB_NUMBERS = 1 + NUM_STORED + 2
+"""Numbers of a job: a kernel's address, those of its arguments, and both ends of its range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +226,7 @@ def call(typing: TypingContext, job: NumbaType) -> Intrinsic:
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         at = emit.array(job, args[0])
-        function, *numbers = (emit.load(emit.at(at, 8 * i), INT64, 8) for i in range(JOB_NUMBERS))
+        function, *numbers = (emit.load(emit.at(at, WORD_BYTES * i), INT64, WORD_BYTES) for i in range(JOB_NUMBERS))
         addresses = context.make_tuple(builder, _CALLED[1], numbers[:NUM_STORED])
         return _call(emit, function, addresses, numbers[NUM_STORED:])
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.arguments import (
+    DEPTH,
     Bytes,
     Floats,
     Operand,
@@ -15,7 +16,7 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.compilation.compiler import entry
-from engine.kernels.cpu.machine import GROUP, PANEL, SHORTS_ORDER, TILE_ROWS, UNIT, ZERO_POINT
+from engine.kernels.cpu.machine import PANEL, QUAD, SHORTS_ORDER, TILE_ROWS, UNIT, ZERO_POINT
 from engine.kernels.cpu.products.finish import STORE
 from engine.kernels.cpu.products.matmul import Target, product, product_code
 from engine.kernels.cpu.products.packing import MatrixShape, Packer, operand_dtypes
@@ -38,13 +39,13 @@ class ByteMatrix:
 
     def multiply(self, q: Bytes, factors: Floats) -> Floats:
         """factors[row] * (q[row] - ZERO_POINT) @ scaled weight + bias, for bytes [rows, inputs] -> [rows, outputs]."""
-        rows, depth = len(q), int(self._weights.matrices[0, 2])
+        rows, depth = len(q), int(self._weights.matrices[0, DEPTH])
         kind, _ = operand_dtypes(self._weights)
         a = np.empty((rows + TILE_ROWS, depth), kind)
         a[:rows, : self._inputs] = q
         if kind != np.uint8:
             a -= ZERO_POINT
-            a = a.reshape(-1, GROUP)[:, SHORTS_ORDER].reshape(a.shape)
+            a = a.reshape(-1, QUAD)[:, SHORTS_ORDER].reshape(a.shape)
         padded = np.empty(rows + TILE_ROWS, np.float32)
         padded[:rows] = factors
         out = np.empty((rows, round_up(self._outputs, PANEL)), np.float32)

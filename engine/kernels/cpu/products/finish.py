@@ -1,4 +1,4 @@
-"""The end of a product, for a tile of sums with two vectors of 16 columns: scales and bias are applied, then the
+"""The epilogue of a product, for a tile of sums with two vectors of 16 columns: scales and bias are applied, then the
 results are stored, added or gated.
 
 The mode is a compile-time constant. STORE writes the results, ADD adds them to what is there. GATE reads the first
@@ -29,8 +29,9 @@ from engine.kernels.cpu.compilation.emitter import (
     Values,
     constant,
     emitted,
+    gated_silu,
 )
-from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES, knows_avx512, knows_vnni
+from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES, knows_avx512, knows_vnni
 
 STORE, ADD, GATE = range(3)
 FINISH_ROWS = 4
@@ -130,20 +131,6 @@ def _store_if(emit: Emitter, condition: Value, value: Value, pointer: Value, *, 
         there = emit.call("llvm.masked.load.v16f32.p0", FLOATS, at, INT32(4), lanes, constant(FLOATS, 0.0))
         value = builder.fadd(there, value)
     emit.call("llvm.masked.store.v16f32.p0", VOID, value, at, INT32(4), lanes)
-
-
-def gated_silu(emit: Emitter, gate: Value, up: Value) -> Value:
-    """silu(gate) * up, of vectors of 16 fp32 numbers."""
-    return sigmoid_of(emit, gate, emit.builder.fmul(gate, up))
-
-
-def sigmoid_of(emit: Emitter, x: Value, factor: Value) -> Value:
-    """factor / (1 + e^-x)."""
-    builder = emit.builder
-    exponent = builder.fmul(x, constant(FLOATS, -LOG2_E))
-    exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, constant(FLOATS, 126.0))
-    divisor = builder.fadd(emit.power_of_two(exponent), constant(FLOATS, 1.0))
-    return builder.fmul(factor, emit.reciprocal(divisor))
 
 
 @emitted

@@ -56,13 +56,13 @@ from engine.kernels.cpu.machine import (
     EIGHT_BITS,
     FLOAT_BYTES,
     FOUR_BITS,
-    GROUP,
     HALF_BYTES,
     INT8_LEVELS,
     LANES,
-    LEVELS,
     MAX_ZERO,
+    MXFP4,
     PANEL,
+    QUAD,
     VECTOR_BYTES,
     knows_avx512,
     knows_vnni,
@@ -103,7 +103,7 @@ class _Vectors:
             ir.VectorType(kind, self.lanes) for kind in (INT32, FLOAT, HALF, INT8)
         )
         self._pairs = ir.VectorType(ir.IntType(16), 2 * self.lanes)
-        self.bytes = ir.VectorType(INT8, GROUP * self.lanes)
+        self.bytes = ir.VectorType(INT8, QUAD * self.lanes)
         self.nothing = ir.Constant(self.floats, [0.0] * self.lanes)
 
     def splat(self, scalar: Value) -> Value:
@@ -116,7 +116,7 @@ class _Vectors:
         """The low halves of the bytes at an address, and the high ones, as bytes: of 4 bits, the weights of 8 inputs, 4
         of them in each lane.
         """
-        builder, mask = self.emit.builder, ir.Constant(self.bytes, [15] * GROUP * self.lanes)
+        builder, mask = self.emit.builder, ir.Constant(self.bytes, [15] * QUAD * self.lanes)
         packed = self.emit.load(at, self.ints, 4)
         high = builder.lshr(packed, ir.Constant(self.ints, [4] * self.lanes))
         low, high = (builder.and_(builder.bitcast(bits, self.bytes), mask) for bits in (packed, high))
@@ -125,7 +125,7 @@ class _Vectors:
     def levels(self, numbers: Value) -> Value:
         """The bytes of E2M1_LEVELS with these numbers; with VNNI they are raised."""
         levels = [level + MAX_ZERO - E2M1_ZERO for level in E2M1_LEVELS] if knows_vnni() else E2M1_LEVELS
-        table = ir.Constant(self.bytes, list(levels) * (GROUP * self.lanes // len(E2M1_LEVELS)))
+        table = ir.Constant(self.bytes, list(levels) * (QUAD * self.lanes // len(E2M1_LEVELS)))
         name = "llvm.x86.avx512.pshuf.b.512" if knows_avx512() else "llvm.x86.avx2.pshuf.b"
         return self.emit.call(name, self.bytes, table, numbers)
 
@@ -137,8 +137,8 @@ class _Vectors:
 
     def rises(self, zeros: Value) -> Value:
         """MAX_ZERO minus these zeros, for each of the bytes of `nibbles`: weights of 4 bits are raised by it."""
-        lanes, size = self.emit.builder.bitcast(zeros, self.bytes), GROUP * self.lanes
-        places = ir.Constant(ir.VectorType(INT32, size), [byte // GROUP * GROUP for byte in range(size)])
+        lanes, size = self.emit.builder.bitcast(zeros, self.bytes), QUAD * self.lanes
+        places = ir.Constant(ir.VectorType(INT32, size), [byte // QUAD * QUAD for byte in range(size)])
         repeated = self.emit.builder.shuffle_vector(lanes, ir.Constant(self.bytes, ir.Undefined), places)
         return self.emit.builder.sub(ir.Constant(self.bytes, [MAX_ZERO] * size), repeated)
 
@@ -190,7 +190,7 @@ def write_nibble_tile(
     is_single = builder.icmp_signed("==", group, INT64(_STEP))
     kinds = [
         (builder.icmp_signed("==", numbers, INT64(EIGHT_BITS)), EIGHT_BITS, False),
-        (builder.icmp_signed("==", numbers, INT64(LEVELS)), LEVELS, True),
+        (builder.icmp_signed("==", numbers, INT64(MXFP4)), MXFP4, True),
         (is_single, FOUR_BITS, True),
     ]
     with ExitStack() as stack:
@@ -246,7 +246,7 @@ class _Tile:
             multiply = (
                 self._step_of_bytes
                 if numbers == EIGHT_BITS
-                else partial(self._step, rises=rises, has_levels=numbers == LEVELS)
+                else partial(self._step, rises=rises, has_levels=numbers == MXFP4)
             )
             if is_one_step:
                 sums = multiply(inputs_at, weights_at, sums, prefetches=prefetches)
@@ -294,7 +294,7 @@ class _Tile:
                 emit.prefetch(emit.at(head_at, self._ahead), to_l2=True)
             scales.append(self.vectors.scales(emit.at(head_at, part * lanes * HALF_BYTES)))
             zeros.append(self.vectors.zeros(emit.at(head_at, PANEL * HALF_BYTES + part * lanes)))
-            weights_at.append(emit.at(emit.at(panel_at, first), part * lanes * GROUP))
+            weights_at.append(emit.at(emit.at(panel_at, first), part * lanes * QUAD))
         return scales, zeros, weights_at
 
     def _step(
@@ -311,7 +311,7 @@ class _Tile:
         emit, vectors = self._emit, self.vectors
         prefetched_at = weights_at[:: LANES // vectors.lanes] if prefetches else []
         sums: list[Value | None] = [*totals] if knows_vnni() else [None] * len(totals)
-        num_octets = _STEP // (2 * GROUP)
+        num_octets = _STEP // (2 * QUAD)
         for octet in range(num_octets):
             columns = [vectors.nibbles(emit.at(at, octet * VECTOR_BYTES)) for at in weights_at]
             if has_levels:
@@ -322,7 +322,7 @@ class _Tile:
             for at in prefetched_at:
                 emit.prefetch(emit.at(emit.at(at, self._ahead), octet * VECTOR_BYTES), to_l2=True)
             for row, at in enumerate(inputs_at):
-                fours_at = [emit.at(at, GROUP * (2 * octet + half)) for half in range(2)]
+                fours_at = [emit.at(at, QUAD * (2 * octet + half)) for half in range(2)]
                 fours = [vectors.splat(emit.load(four_at, INT32)) for four_at in fours_at]
                 for number, halves in enumerate(columns, row * len(columns)):
                     for half, four in zip(halves, fours, strict=True):
@@ -341,13 +341,13 @@ class _Tile:
         emit, vectors = self._emit, self.vectors
         prefetched_at = weights_at[:: LANES // vectors.lanes] if prefetches else []
         halves: list[list[Value | None]] = [[*totals]] if knows_vnni() else [[None] * len(totals), [None] * len(totals)]
-        for four in range(_STEP // GROUP):
+        for four in range(_STEP // QUAD):
             columns_at = [emit.at(at, four * VECTOR_BYTES) for at in weights_at]
             columns = [(emit.load(at, vectors.ints, 4),) if knows_vnni() else vectors.nibbles(at) for at in columns_at]
             for at in prefetched_at:
                 emit.prefetch(emit.at(emit.at(at, self._ahead), four * VECTOR_BYTES), to_l2=True)
             for row, at in enumerate(inputs_at):
-                inputs = vectors.splat(emit.load(emit.at(at, GROUP * four), INT32))
+                inputs = vectors.splat(emit.load(emit.at(at, QUAD * four), INT32))
                 for number, column in enumerate(columns, row * len(columns)):
                     for sums, half in zip(halves, column, strict=True):
                         sums[number] = vectors.multiply(sums[number], half, inputs)
@@ -384,7 +384,7 @@ def quantise_block(
             emit.store(builder.trunc(levels, BYTES), emit.at(out_at, at), 1)
 
         with emit.loop(num_vectors, [ir.Constant(INTS, [0] * LANES)]) as loop:
-            read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
+            read = emit.load(emit.vector_at(values_at, loop.index), FLOATS)
             levels = emit.rounded(builder.fmul(read, factor))
             put(levels, loop.index)
             loop.next.append(builder.sub(loop.carried[0], levels))

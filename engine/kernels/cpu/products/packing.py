@@ -8,7 +8,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import Array, Int32s, Int64s, Weights
+from engine.kernels.cpu.arguments import COLUMN_AT, DEPTH, NUMBERS, ORDER_END, WEIGHT_AT, Array, Int32s, Int64s, Weights
 from engine.kernels.cpu.buffers import aligned, round_up
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
@@ -16,13 +16,13 @@ from engine.kernels.cpu.machine import (
     FLOAT_BYTES,
     FOUR_BITS,
     FP8_FACTOR,
-    GROUP,
     HALF_BYTES,
     IN_BF16,
     IN_FP32,
-    LEVELS,
+    MXFP4,
     PAIR,
     PANEL,
+    QUAD,
     SLOT_BYTES,
     STEP_GROUP,
     STEPS,
@@ -54,7 +54,7 @@ DTYPES: Mapping[torch.dtype, DTypeLike] = {
 """Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU, nor fp8. uint8 is
 int4, int64 int4 in steps of int8. A model in fp8 may have bf16 and fp32 beside it: see MatrixShape.runs.
 """
-_INPUTS_IN_LANE = {torch.int8: GROUP, torch.bfloat16: PAIR}
+_INPUTS_IN_LANE = {torch.int8: QUAD, torch.bfloat16: PAIR}
 """Inputs that lie side by side in each of a panel's columns."""
 _SUMMED_AT_ONCE = 2**20
 _INT8_DEPTH = 64
@@ -64,7 +64,7 @@ _INT8_DEPTH = 64
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
     """Columns (outputs) and inputs of a matrix. `gated`: its outputs are all gates, then all ups. `group`: inputs that
-    share a scale, in int4; one of INT4_GROUPS. `numbers`: FOUR_BITS, in which LEVELS take as much room, or EIGHT_BITS.
+    share a scale, in int4; one of INT4_GROUPS. `numbers`: FOUR_BITS, in which MXFP4 take as much room, or EIGHT_BITS.
     `runs`, in fp8: how many units have one form, and that form (machine.py), one run after the other.
     """
 
@@ -121,7 +121,7 @@ class Packer:
 
         weight: [outputs, inputs] of the packer's dtype; scales, for int8, and bias: fp32 [outputs].
         """
-        shape, depth = self._shapes[index], int(self._weights.matrices[index, 2])
+        shape, depth = self._shapes[index], int(self._weights.matrices[index, DEPTH])
         arrange = _interleave if shape.gated else _pad_columns
         weight = arrange(weight, shape.padded_columns)
         columns = self._put_bias(index, bias)
@@ -148,7 +148,7 @@ class Packer:
         weight, scales, zeros = (arrange(values, shape.padded_columns) for values in (weight, scales, zeros))
         columns, num_panels = self._put_bias(index, bias), shape.padded_columns // PANEL
         if is_mxfp4:
-            self._weights.matrices[index, 6] = LEVELS
+            self._weights.matrices[index, NUMBERS] = MXFP4
         powers = torch.exp2(torch.frexp(scales.abs().amax(1)).exponent - 1)
         self._weights.scales[columns] = powers.numpy()
         target = self._target(index, _num_elements(shape, torch.uint8)).view(num_panels, -1)
@@ -157,11 +157,11 @@ class Packer:
         heads[:, :, : PANEL * HALF_BYTES] = halves.view(torch.uint8)
         heads[:, :, PANEL * HALF_BYTES :] = zeros.view(num_panels, PANEL, num_groups).transpose(1, 2)
         weight = _pad_inputs(weight, num_groups * shape.group)
-        packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(num_panels, -1, PANEL, GROUP)
+        packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(num_panels, -1, PANEL, QUAD)
         if shape.numbers == EIGHT_BITS:
-            packed.copy_(weight.view(num_panels, PANEL, -1, GROUP).transpose(1, 2))
+            packed.copy_(weight.view(num_panels, PANEL, -1, QUAD).transpose(1, 2))
         else:
-            octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
+            octets = weight.view(num_panels, PANEL, -1, 2, QUAD).permute(3, 0, 2, 1, 4)
             torch.bitwise_or(octets[0], octets[1] << 4, out=packed)
 
     def put_steps(
@@ -173,7 +173,7 @@ class Packer:
         weight: uint8 [outputs, inputs], 0 to 15, of whole groups; scales and bias: fp32 [outputs]; steps: uint8, and
         lows: int8, [outputs, num_groups].
         """
-        shape, depth = self._shapes[index], int(self._weights.matrices[index, 2])
+        shape, depth = self._shapes[index], int(self._weights.matrices[index, DEPTH])
         if not shape.columns:
             return
         arrange, num_panels = _interleave if shape.gated else _pad_columns, shape.padded_columns // PANEL
@@ -192,7 +192,7 @@ class Packer:
         heads = target[:, :head_bytes].view(num_panels, -1, 2, PANEL)
         for place, values in enumerate((steps, lows.view(torch.uint8))):
             heads[:, :, place] = values.view(num_panels, PANEL, -1).transpose(1, 2)
-        octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
+        octets = weight.view(num_panels, PANEL, -1, 2, QUAD).permute(3, 0, 2, 1, 4)
         torch.bitwise_or(octets[0], octets[1] << 4, out=target[:, head_bytes:].view(octets[0].shape))
 
     def put_forms(
@@ -216,17 +216,17 @@ class Packer:
 
     def multiply(self, index: int, factor: float) -> None:
         """Multiply what products with matrix number `index` give, but for the bias."""
-        first, columns = self._weights.matrices[index, 1], self._shapes[index].padded_columns
+        first, columns = self._weights.matrices[index, COLUMN_AT], self._shapes[index].padded_columns
         self._weights.scales[first : first + columns] *= np.float32(factor)
 
     def put_order(self, index: int, order: Tensor) -> None:
         """Matrix number `index` was put with its inputs in this order: int [inputs], the input in each place."""
         self._orders.append(order.to(torch.int32).numpy())
-        self._weights.matrices[index, 5] = sum(map(len, self._orders))
+        self._weights.matrices[index, ORDER_END] = sum(map(len, self._orders))
 
     def _put_bias(self, index: int, bias: Tensor | None) -> slice:
         """Returns the matrix's columns."""
-        shape, column_at = self._shapes[index], self._weights.matrices[index, 1]
+        shape, column_at = self._shapes[index], self._weights.matrices[index, COLUMN_AT]
         columns = slice(column_at, column_at + shape.padded_columns)
         if bias is not None:
             arrange = _interleave if shape.gated else _pad_columns
@@ -234,7 +234,7 @@ class Packer:
         return columns
 
     def _target(self, index: int, num_elements: int) -> Tensor:
-        weight_at = self._weights.matrices[index, 0]
+        weight_at = self._weights.matrices[index, WEIGHT_AT]
         return as_tensor(self._weights.packed[weight_at : weight_at + num_elements])
 
 
@@ -310,9 +310,9 @@ def wide_size(weights: Weights) -> int:
     are.
     """
     if weights.packed.dtype == np.int64:
-        return UNIT * int(weights.matrices[:, 2].max()) // FLOAT_BYTES
+        return UNIT * int(weights.matrices[:, DEPTH].max()) // FLOAT_BYTES
     is_widened = operand_dtypes(weights)[0] == np.float32 and weights.packed.dtype != np.float32
-    return UNIT * int(weights.matrices[:, 2].max()) if widens_ahead() and is_widened else 0
+    return UNIT * int(weights.matrices[:, DEPTH].max()) if widens_ahead() and is_widened else 0
 
 
 def as_tensor(weights: Array) -> Tensor:

@@ -32,13 +32,13 @@ from engine.kernels.cpu.compilation.emitter import (
     constant,
     emitted,
 )
-from engine.kernels.cpu.machine import GROUP, LANES, PANEL, STEP_GROUP, VECTOR_BYTES
+from engine.kernels.cpu.machine import LANES, PANEL, QUAD, STEP_GROUP, VECTOR_BYTES
 
 HEAD_BYTES = 2 * PANEL
 """Bytes of the steps and low ends of a panel's group."""
-PASSES = STEP_GROUP // (2 * GROUP)
+PASSES = STEP_GROUP // (2 * QUAD)
 """Passes of a group: each has 8 inputs of a panel, in one vector."""
-_ALL_BYTES, _PAIRS = ir.VectorType(INT8, GROUP * LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
+_ALL_BYTES, _PAIRS = ir.VectorType(INT8, QUAD * LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def stepped_panel_bytes(depth: int) -> int:
@@ -57,7 +57,7 @@ def read_steps(emit: Emitter, at: Value) -> Steps:
     builder = emit.builder
     steps, lows = (builder.zext(emit.load(emit.at(at, offset), BYTES, 1), INTS) for offset in (0, PANEL))
     return Steps(
-        _repeated(emit, builder.bitcast(steps, _PAIRS), 2), _repeated(emit, builder.bitcast(lows, _ALL_BYTES), GROUP)
+        _repeated(emit, builder.bitcast(steps, _PAIRS), 2), _repeated(emit, builder.bitcast(lows, _ALL_BYTES), QUAD)
     )
 
 

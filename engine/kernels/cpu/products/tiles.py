@@ -180,12 +180,12 @@ def _add_groups(
     """As `add_passes`, of all groups of panels in fp8. `sizes`: the depth, and the inputs that share a scale."""
     builder, (depth, group), (a_at, a_step) = emit.builder, sizes, part.a
     num_groups = builder.udiv(builder.add(depth, builder.sub(group, INT64(1))), group)
-    weights_at = [emit.at(at, builder.mul(num_groups, INT64(VECTOR_BYTES))) for at in panels_at]
+    weights_at = [emit.vector_at(at, num_groups) for at in panels_at]
     with emit.loop(num_groups, totals) as loop:
         first = builder.mul(loop.index, group)
         left = builder.sub(depth, first)
         count = builder.select(builder.icmp_signed("<", left, group), left, group)
-        scales = [emit.load(emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS) for at in panels_at]
+        scales = [emit.load(emit.vector_at(at, loop.index), FLOATS) for at in panels_at]
         own = part._replace(a=(emit.at(a_at, builder.mul(first, INT64(FLOAT_BYTES))), a_step))
         now_at = [emit.at(at, builder.mul(first, INT64(LANES))) for at in weights_at]
 
@@ -204,7 +204,7 @@ def add_passes(
     totals: list[Value],
     weights: "ReadWeights | None" = None,
 ) -> list[Value]:
-    """totals [rows * panels] and the products of `count` passes. `weights`: see ReadWeights."""
+    """The K loop: totals [rows * panels] and the products of `count` passes. `weights`: see ReadWeights."""
     (arithmetic, (a_at, a_step), rows, ahead, to_l2), builder = part, emit.builder
     with emit.loop(count, totals) as loop:
         b_row = builder.mul(loop.index, INT64(arithmetic.panel_bytes))
@@ -281,7 +281,9 @@ def form_bytes(depth: int, form: int) -> int:
 
 
 def _parts_in_registers(num_rows: int, num_panels: int, arithmetic: _Arithmetic) -> list[tuple[range, range]]:
-    """Rows and panels of the parts of a tile whose sums fit into the CPU's registers, beside the operands."""
+    """Register blocking: rows and panels of the parts of a tile whose sums fit into the CPU's registers, beside the
+    operands.
+    """
     if knows_avx512():
         max_rows, max_panels = TILE_ROWS, num_panels
     else:

@@ -1,1 +1,1 @@
-"""Recurrent layers: convolutions, Mamba 2, gated delta nets, and their states."""
+"""Recurrent layers: convolutions, Mamba 1 and 2, gated delta nets, and their states."""

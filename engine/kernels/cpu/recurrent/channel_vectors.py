@@ -22,9 +22,9 @@ from engine.kernels.cpu.compilation.emitter import (
     Values,
     constant,
     emitted,
+    gated_silu,
 )
 from engine.kernels.cpu.machine import FLOAT_BYTES, LOG2_E, VECTOR_BYTES
-from engine.kernels.cpu.products.finish import gated_silu
 
 _INTP = types.intp
 _ATANH = (0.28174656629562378, 0.27961418032646179, 0.40024852752685547, 0.66666316986083984, 2.0)

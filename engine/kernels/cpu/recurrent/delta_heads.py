@@ -12,11 +12,11 @@ from engine.kernels.cpu.compilation.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES
 from engine.kernels.cpu.recurrent.recurrent_arguments import Recurrent, StateSteps
 from engine.kernels.cpu.recurrent.recurrent_vectors import Change, HeadMatrix, Seen, advance, dot_rows, gate_row
-from engine.kernels.cpu.recurrent.states import MixedRows, State, Tokens, convolve_tokens, copy_matrix, softplus
+from engine.kernels.cpu.recurrent.states import MixedRows, Tokens, convolve_tokens, copy_matrix, softplus
 from engine.kernels.cpu.vectors import address, read_float, scale_row, weigh_row, write_float
 
 _ONE = np.float32(1.0)
-_NOTHING = np.float32(0.0)
+_ZERO = np.float32(0.0)
 _LENGTH_EPS = np.float32(1e-6)
 
 
@@ -74,13 +74,13 @@ def _mix_head(
         write_float(decay, np.exp(rate * softplus(read_float(decay) + recurrent.rate_biases[layer, head])))
     state_at = (recurrent.taps.shape[1] - 1) * recurrent.taps.shape[2] + head * key_width
     if tokens.is_first:
-        matrix[:] = _NOTHING
+        matrix[:] = _ZERO
     else:
-        copy_matrix(recurrent, State(layer, tokens.seq), steps, state_at, matrix, False)
+        copy_matrix(recurrent, layer, tokens.seq, steps, state_at, matrix, False)
     num_kept = tokens.kept_end - tokens.first
     _advance_columns(recurrent, Range(tokens.first, tokens.kept_end), head, products[:num_kept], matrix, rows)
     if tokens.kept_end > tokens.first or tokens.is_first:
-        copy_matrix(recurrent, State(layer, tokens.seq), steps, state_at, matrix, True)
+        copy_matrix(recurrent, layer, tokens.seq, steps, state_at, matrix, True)
     _advance_columns(recurrent, Range(tokens.kept_end, tokens.end), head, products[num_kept:], matrix, rows)
     gates_at, norm = recurrent.taps.shape[2] + head * width, address(recurrent.norms) + layer * width * FLOAT_BYTES
     for token in range(tokens.first, tokens.end):
@@ -131,7 +131,7 @@ def _advance_some(
             advance(columns, before, seen, 1)
         before = Change(seen.decay, seen.key, address(change))
     nobody = np.empty(2 * LANES, np.float32)
-    seen = Seen(_NOTHING, _NOTHING, _NOTHING, before.key, before.key, address(nobody), address(nobody))
+    seen = Seen(_ZERO, _ZERO, _ZERO, before.key, before.key, address(nobody), address(nobody))
     if count == 2:
         advance(columns, before, seen, 2)
     else:

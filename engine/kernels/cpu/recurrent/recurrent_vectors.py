@@ -24,9 +24,10 @@ from engine.kernels.cpu.compilation.emitter import (
     Values,
     constant,
     emitted,
+    gated_silu,
+    sigmoid_of,
 )
 from engine.kernels.cpu.machine import FLOAT_BYTES, VECTOR_BYTES
-from engine.kernels.cpu.products.finish import gated_silu, sigmoid_of
 
 _INTP = types.intp
 

@@ -15,7 +15,7 @@ from engine.kernels.cpu.products.tiles import TileProduct
 from engine.kernels.cpu.recurrent.channel_vectors import ChannelColumns, ChannelToken, scan_row, soften_row
 from engine.kernels.cpu.recurrent.recurrent_arguments import MixPart, Recurrent, StateSteps
 from engine.kernels.cpu.recurrent.recurrent_vectors import copy_vectors
-from engine.kernels.cpu.recurrent.states import MixedRows, State, Tokens, numbers_from
+from engine.kernels.cpu.recurrent.states import MixedRows, Tokens, numbers_from
 from engine.kernels.cpu.threads.barrier import share_of
 from engine.kernels.cpu.vectors import address, read_float, write_float
 
@@ -99,10 +99,10 @@ def scan_channels(
     if tokens.is_first:
         state[:] = np.float32(0.0)
     else:
-        _copy_columns(recurrent, State(layer, tokens.seq), steps, own, address(state), False)
+        _copy_columns(recurrent, layer, tokens.seq, steps, own, address(state), False)
     _pass_tokens(recurrent, layer, Range(tokens.first, tokens.kept_end), own, address(state), rows, inner)
     if tokens.kept_end > tokens.first or tokens.is_first:
-        _copy_columns(recurrent, State(layer, tokens.seq), steps, own, address(state), True)
+        _copy_columns(recurrent, layer, tokens.seq, steps, own, address(state), True)
     _pass_tokens(recurrent, layer, Range(tokens.kept_end, tokens.end), own, address(state), rows, inner)
 
 
@@ -124,15 +124,15 @@ def _pass_tokens(
 
 @jit
 def _copy_columns(
-    recurrent: Recurrent, state: State, steps: StateSteps, own: Range, columns: Address, writes: bool
+    recurrent: Recurrent, layer: int, seq: int, steps: StateSteps, own: Range, columns: Address, writes: bool
 ) -> None:
-    """Copy some channels of a state to vectors, those of 16 channels behind each other, or from there."""
+    """Copy some channels of a state to vectors, those of 16 channels behind each other, or, if `writes`, back."""
     channels, width, step = recurrent.taps.shape[2], own.end - own.first, recurrent.key_dim * VECTOR_BYTES
     matrix_at = (recurrent.taps.shape[1] - 1) * channels + own.first
     for key in range(recurrent.key_dim):
         done = 0
         while done < width:
-            at, count = numbers_from(recurrent.places, state, steps, matrix_at + key * channels + done)
+            at, count = numbers_from(recurrent.places, layer, seq, steps, matrix_at + key * channels + done)
             num_vectors = min(count, width - done) // LANES
             target = columns + done // LANES * step + key * VECTOR_BYTES
             if writes:

@@ -14,7 +14,6 @@ from engine.kernels.cpu.recurrent.recurrent_arguments import Recurrent, StateSte
 from engine.kernels.cpu.recurrent.recurrent_vectors import HeadMatrix, Scanned, gate_row, scan_columns
 from engine.kernels.cpu.recurrent.states import (
     MixedRows,
-    State,
     Tokens,
     convolve_tokens,
     copy_matrix,
@@ -54,10 +53,10 @@ def scan_head(
     if tokens.is_first:
         matrix[:] = np.float32(0.0)
     else:
-        copy_matrix(recurrent, State(layer, tokens.seq), steps, state_at, matrix, False)
+        copy_matrix(recurrent, layer, tokens.seq, steps, state_at, matrix, False)
     _pass_tokens(recurrent, Range(tokens.first, tokens.kept_end), tokens.first, head, decays, matrix, rows)
     if tokens.kept_end > tokens.first or tokens.is_first:
-        copy_matrix(recurrent, State(layer, tokens.seq), steps, state_at, matrix, True)
+        copy_matrix(recurrent, layer, tokens.seq, steps, state_at, matrix, True)
     _pass_tokens(recurrent, Range(tokens.kept_end, tokens.end), tokens.first, head, decays, matrix, rows)
 
 
@@ -126,7 +125,7 @@ def _step_in_place(
     """
     width, done, size = recurrent.value_dim, 0, recurrent.key_dim * recurrent.value_dim
     while done < size:
-        at, count = numbers_from(recurrent.places, State(layer, tokens.seq), steps, first + done)
+        at, count = numbers_from(recurrent.places, layer, tokens.seq, steps, first + done)
         row, column, count = done // width, done % width, min(count, size - done)
         num_rows = max(1, count // width) if column == 0 else 1
         count = num_rows * width if column == 0 and count >= width else min(count, width - column)

@@ -42,13 +42,6 @@ class MixedRows(NamedTuple):
     out_step: int
 
 
-class State(NamedTuple):
-    """The state of a layer of a sequence."""
-
-    layer: int
-    seq: int
-
-
 @jit
 def tokens_of(steps: StateSteps, seq: int) -> Tokens:
     first, end = _int64(steps.query_starts[seq]), _int64(steps.query_starts[seq + 1])
@@ -58,13 +51,20 @@ def tokens_of(steps: StateSteps, seq: int) -> Tokens:
 
 @jit
 def copy_row(
-    places: StatePlaces, state: State, steps: StateSteps, first: int, count: int, row: Address, writes: bool
+    places: StatePlaces,
+    layer: int,
+    seq: int,
+    steps: StateSteps,
+    first: int,
+    count: int,
+    row: Address,
+    writes: bool,
 ) -> None:
-    """Copy numbers [first, first + count) of a state to a row, or from there."""
+    """Copy numbers [first, first + count) of a sequence's state of a layer to an fp32 row, or, if `writes`, back."""
     done, width = 0, places.rows.shape[1]
     while done < count:
         num_vectors = min(width - (first + done) % width, count - done) // LANES
-        at, target = _number_at(places, state, steps, first + done), row + done * FLOAT_BYTES
+        at, target = _number_at(places, layer, seq, steps, first + done), row + done * FLOAT_BYTES
         if writes:
             copy_vectors(target, VECTOR_BYTES, num_vectors, at, VECTOR_BYTES)
         else:
@@ -74,15 +74,17 @@ def copy_row(
 
 @jit
 def copy_matrix(
-    recurrent: Recurrent, state: State, steps: StateSteps, first: int, matrix: Floats, writes: bool
+    recurrent: Recurrent, layer: int, seq: int, steps: StateSteps, first: int, matrix: Floats, writes: bool
 ) -> None:
-    """Copy a head's matrix, which begins at number `first` of the state, to columns of vectors, or from there."""
+    """Copy a head's matrix, which begins at number `first` of the state, to columns of vectors, or, if
+    `writes`, back.
+    """
     places, width, done = recurrent.places, recurrent.value_dim, 0
     row_width, step = places.rows.shape[1], recurrent.key_dim * VECTOR_BYTES
     while done < len(matrix):
         row, column = done // width, done % width
         num_vectors = min(row_width - (first + done) % row_width, width - column) // LANES
-        at = _number_at(places, state, steps, first + done)
+        at = _number_at(places, layer, seq, steps, first + done)
         target = address(matrix) + column // LANES * step + row * VECTOR_BYTES
         if writes:
             copy_vectors(target, step, num_vectors, at, VECTOR_BYTES)
@@ -92,20 +94,20 @@ def copy_matrix(
 
 
 @jit
-def _number_at(places: StatePlaces, state: State, steps: StateSteps, number: int) -> Address:
+def _number_at(places: StatePlaces, layer: int, seq: int, steps: StateSteps, number: int) -> Address:
     """The address of a number of a state."""
     width = places.rows.shape[1]
-    row = state.layer * places.of_layer + number // width
-    found = steps.tables[state.seq, places.block[row]] * places.in_piece + places.first[row]
+    row = layer * places.of_layer + number // width
+    found = steps.tables[seq, places.block[row]] * places.in_piece + places.first[row]
     return address(places.rows) + (found * width + number % width) * FLOAT_BYTES
 
 
 @jit
-def numbers_from(places: StatePlaces, state: State, steps: StateSteps, number: int) -> tuple[Address, int]:
+def numbers_from(places: StatePlaces, layer: int, seq: int, steps: StateSteps, number: int) -> tuple[Address, int]:
     """The address of a number of a state, and how many numbers follow without a gap, itself included."""
     width = places.rows.shape[1]
-    in_piece = places.first[state.layer * places.of_layer + number // width] % places.in_piece
-    return _number_at(places, state, steps, number), (places.in_piece - in_piece) * width - number % width
+    in_piece = places.first[layer * places.of_layer + number // width] % places.in_piece
+    return _number_at(places, layer, seq, steps, number), (places.in_piece - in_piece) * width - number % width
 
 
 @jit
@@ -161,8 +163,8 @@ def _begin(recurrent: Recurrent, layer: int, steps: StateSteps, tokens: Tokens, 
     past = np.zeros((num_past + 1) * width, np.float32)
     if not tokens.is_first:
         for tap in range(num_past):
-            state, at = State(layer, tokens.seq), address(past) + tap * width * FLOAT_BYTES
-            copy_row(recurrent.places, state, steps, tap * channels + own.first, width, at, False)
+            at = address(past) + tap * width * FLOAT_BYTES
+            copy_row(recurrent.places, layer, tokens.seq, steps, tap * channels + own.first, width, at, False)
     return past
 
 
@@ -171,8 +173,8 @@ def _keep(recurrent: Recurrent, layer: int, steps: StateSteps, tokens: Tokens, o
     """Write the last inputs of some channels to the state."""
     num_past, channels, width = recurrent.taps.shape[1] - 1, recurrent.taps.shape[2], own.end - own.first
     for tap in range(num_past):
-        state, at = State(layer, tokens.seq), address(past) + tap * width * FLOAT_BYTES
-        copy_row(recurrent.places, state, steps, tap * channels + own.first, width, at, True)
+        at = address(past) + tap * width * FLOAT_BYTES
+        copy_row(recurrent.places, layer, tokens.seq, steps, tap * channels + own.first, width, at, True)
 
 
 @jit

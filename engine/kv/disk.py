@@ -16,6 +16,7 @@ its size.
 """
 
 import contextlib
+import errno
 import os
 import queue
 import re
@@ -145,7 +146,7 @@ class BlockFiles:
             with part.open("wb", buffering=0) as file:
                 os.writev(file.fileno(), (_digest(block_hash, payload), payload))
                 if os.fstat(file.fileno()).st_size != self._file_bytes:
-                    raise OSError(28, "the block was not written completely")
+                    raise OSError(errno.ENOSPC, "the block was not written completely")
             part.rename(path)
         except OSError:
             _remove(part)

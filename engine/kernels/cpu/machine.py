@@ -26,10 +26,10 @@ LANES = 16
 """fp32 or int32 numbers in a vector."""
 QUAD = 4
 """Bytes that one VNNI instruction multiplies and adds up in one lane."""
-FP8_FACTOR = 256.0
-"""A number of fp8 (e4m3) divided by the fp16 number whose bits follow from its own by a shift."""
 PAIR = 2
 """bf16 inputs that one instruction multiplies and adds up in one lane."""
+FP8_FACTOR = 256.0
+"""A number of fp8 (e4m3) divided by the fp16 number whose bits follow from its own by a shift."""
 KEYS = 16
 """Tokens of a KV segment: one score of each fills a vector. Block sizes and head_dim are multiples of it."""
 PANEL = 16
@@ -68,6 +68,7 @@ STEP_GROUP, MAX_STEP = 32, 17
 MAX_ZERO = 16
 """The largest zero of weights of 4 bits."""
 EIGHT_BITS_ZERO = 128
+"""The zero of weights of 8 bits beside int4."""
 IN_FP32, IN_BF16 = 0, 1
 """Forms in which a model in fp8 has units of columns that are not fp8; the form of others is the number of inputs that
 share a scale.

@@ -134,6 +134,9 @@ def _heads_before(limit: int, size: int, num_heads: int) -> int:
 def _attend_split(
     query: DecodeQuery, split: _Split, prepared: Matrix, shape: HeadShape, memory: AttentionMemory, kv: LayerKV
 ) -> None:
+    """Attend to a split with some heads. The result goes to the query's row if it has no other split, else to `Splits`,
+    not yet divided by the sum of weights. prepared: of all query heads, see `prepare_queries`.
+    """
     first, end = segments_of(split.tokens)
     num_vectors, group, dim = end - first, shape.num_heads // shape.num_kv_heads, shape.head_dim
     first_row, num_rows = split.heads.first * group, (split.heads.end - split.heads.first) * group

@@ -45,6 +45,7 @@ from engine.kernels.cpu.compilation.emitter import (
 )
 from engine.kernels.cpu.compilation.parts import select_by_dtype
 from engine.kernels.cpu.machine import (
+    FLOAT_BYTES,
     INT8_LEVELS,
     KEYS,
     LANES,
@@ -71,7 +72,7 @@ def _store_scale(emit: Emitter, values: Value, num_vectors: Value, segment: Valu
     """Store the scale of a token's row; returns the factor that quantises its values. token: 0 to 15."""
     builder = emit.builder
     largest = largest_of(emit, values, num_vectors)
-    at = emit.at(scales_at(emit, segment, num_vectors), builder.mul(token, INT64(4)))
+    at = emit.at(scales_at(emit, segment, num_vectors), builder.mul(token, INT64(FLOAT_BYTES)))
     emit.store(builder.fdiv(largest, FLOAT(INT8_LEVELS)), at)
     return emit.splat(builder.fdiv(FLOAT(INT8_LEVELS), largest))
 
@@ -168,7 +169,7 @@ def read_byte_values(typing: TypingContext, segment: NumbaType, num_vectors: Num
         emit = Emitter(context, builder)
         segment_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
         first_scale, row_bytes = scales_at(emit, segment_at, args[1]), builder.mul(args[1], INT64(VECTOR_BYTES))
-        scales = [emit.splat(emit.load(emit.at(first_scale, 4 * token), FLOAT)) for token in range(KEYS)]
+        scales = [emit.splat(emit.load(emit.at(first_scale, FLOAT_BYTES * token), FLOAT)) for token in range(KEYS)]
         with emit.loop(args[1], []) as loop:
             for group in range(KEYS // QUAD):
                 at = emit.at(emit.vector_at(segment_at, loop.index), builder.mul(row_bytes, INT64(group)))

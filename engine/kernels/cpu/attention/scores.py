@@ -27,7 +27,7 @@ from engine.kernels.cpu.compilation.emitter import (
     constant,
     emitted,
 )
-from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
+from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E
 from engine.kernels.cpu.vectors import is_nan, read_float
 
 _INTP = types.intp
@@ -45,7 +45,7 @@ class _Row:
         self._start, self._end = (emit.builder.extract_value(visible, i) for i in range(2))
 
     def at(self, index: Value) -> Value:
-        return self._emit.at(self._at, self._emit.builder.mul(index, INT64(VECTOR_BYTES)))
+        return self._emit.vector_at(self._at, index)
 
     def hide(self, value: float) -> None:
         """Write code that sets hidden scores to `value`. It visits only the vectors at both ends of the row."""

@@ -315,8 +315,8 @@ def _multiply_unit(
         matrices = TileProduct(Matrix(rows.a + row * rows.a_step, rows.a_step), b, sums)
         left = Range(row, rows.num_rows)
         count = multiply_rows(matrices, columns.group, columns.numbers, left, ahead, element)
-        own = Range(row, min(row + count, rows.num_rows))
-        _finish(_tile(rows, columns, own, unit, rows.sums, mode), mode, element)
+        num_rows = min(count, rows.num_rows - row)
+        _finish(_tile(rows, columns, rows.sums, row, num_rows, unit, mode), mode, element)
         row += count
 
 
@@ -327,7 +327,7 @@ def _amx_product(rows: _Rows, columns: _Columns, mode: int, units: Range, elemen
     num_tiles = (rows.num_rows + TILE_ROWS - 1) // TILE_ROWS
     # With few tiles, the CPU's own prefetcher fetches the next weights in time.
     lines = UNIT // num_tiles if num_tiles >= _PREFETCH_MIN_TILES else 0
-    previous, buffer = _tile(rows, columns, Range(0, 0), units.first, rows.sums, mode), 0
+    previous, buffer = _tile(rows, columns, rows.sums, 0, 0, units.first, mode), 0
     for unit in range(units.first, units.end):
         at, following = columns.packed + unit * columns.unit_bytes, columns.packed + (unit + 1) * columns.unit_bytes
         b = unpack_unit(at, columns.unit_bytes, rows.wide) if columns.numbers == STEPS else Matrix(at, panel)
@@ -337,8 +337,8 @@ def _amx_product(rows: _Rows, columns: _Columns, mode: int, units: Range, elemen
             matrices = AmxProduct(a, b, Matrix(sums, _SUM_BYTES), depth)
             ahead = Prefetch(following + row // TILE_ROWS * lines * rows.a_step, lines)
             _multiply_and_finish(matrices, rows.num_rows - row, previous, mode, ahead, element)
-            own = Range(row, min(row + TILE_ROWS, rows.num_rows))
-            previous = _tile(rows, columns, own, unit, sums, mode)
+            num_rows = min(TILE_ROWS, rows.num_rows - row)
+            previous = _tile(rows, columns, sums, row, num_rows, unit, mode)
             buffer = 1 - buffer
     _finish(previous, mode, element)
 
@@ -363,12 +363,12 @@ def _multiply_and_finish(
 
 
 @jit
-def _tile(rows: _Rows, columns: _Columns, own: Range, unit: int, sums: Address, mode: int) -> SumTile:
-    """The tile of rows in the range and the columns of a unit, whose sums are at the address `sums`."""
-    out = rows.out + own.first * rows.out_step + unit * (_SUM_BYTES // 2 if mode == GATE else _SUM_BYTES)
+def _tile(rows: _Rows, columns: _Columns, sums: Address, first: int, num_rows: int, unit: int, mode: int) -> SumTile:
+    """The rows from number `first` on and the columns of a unit, whose sums are at the address `sums`."""
+    out = rows.out + first * rows.out_step + unit * (_SUM_BYTES // 2 if mode == GATE else _SUM_BYTES)
     offset = unit * _SUM_BYTES
     column_data = ColumnData(columns.offsets + offset, columns.scales + offset, columns.biases + offset)
-    sum_rows = SumRows(sums, rows.factors + own.first * FLOAT_BYTES, out, rows.out_step, own.end - own.first)
+    sum_rows = SumRows(sums, rows.factors + first * FLOAT_BYTES, out, rows.out_step, num_rows)
     return SumTile(sum_rows, column_data, (columns.num_columns - unit * UNIT) // PANEL)
 
 

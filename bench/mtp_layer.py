@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
 
 def _mask(firsts: Tensor, length: int) -> Tensor:
-    """What is added to scores [chats, 1, places, places seen]."""
+    """Added to scores: [chats, 1, places, places seen]."""
     places = torch.arange(length)
     is_seen = (places <= places[:, None]) & (places >= firsts[:, None, None])
     is_seen |= torch.eye(length, dtype=torch.bool)

@@ -39,7 +39,7 @@ _MAX_COMPARED = 16
 """Tokens before an occurrence that are compared."""
 _MAX_INDEXED = 4096
 """Tokens of a sequence that a step indexes, in 2 ms at most: a long prompt holds up the steps of all others."""
-_DOUBT_DECAY = 0.99
+_DOUBT_DECAY = 0.998
 """Per step without drafts: the measured cost of a round counts for less, so that a drafter is tried again."""
 _MAX_ROUND_TOKENS = 2
 """Tokens that a sequence computes in a round once it has caught up: the last accepted draft and the token after it."""

@@ -13,7 +13,14 @@ from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.devices import find_device, num_devices
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni, why_no_loops
-from engine.loading.stored_parameters import is_exact, read_modules, rounds_to_steps, stored_in_fp8, stored_in_int4
+from engine.loading.stored_parameters import (
+    is_exact,
+    read_modules,
+    rounds_to_steps,
+    stored_in_fp8,
+    stored_in_int4,
+    stored_name,
+)
 from engine.models.adapters import change_experts
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -71,8 +78,11 @@ def require_mtp(settings: RunnerSettings) -> None:
         )
     config = load_config(settings.model_dir, settings.rope)
     assert isinstance(config, ModelConfig)
+    if settings.load_format == "dummy":
+        return
     needed = [source.name for spec in input_specs(config) for source in spec.sources]
-    if settings.load_format != "dummy" and (missing := sorted(set(needed) - set(open_checkpoint(settings.model_dir)))):
+    stored = open_checkpoint(settings.model_dir)
+    if missing := [name for name in sorted(needed) if stored_name(name, stored) not in stored]:
         raise ConfigurationError(
             f"{settings.model_dir} has no layer of multi-token prediction: {missing[0]} is missing; leave "
             "speculative=mtp out (speculative=ngram needs no weights)"

@@ -241,6 +241,18 @@ def test_a_model_without_the_layer_is_refused(checkpoint: Checkpoint, family: st
         load_engine(settings, EngineLimits(64, 4, speculation=Speculation("mtp", 4)))
 
 
+def test_a_layer_of_a_multimodal_models_text_part_is_found(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Its tensors have longer names."""
+    model_dir = Path(shutil.copytree(checkpoint("glm4-moe-mtp"), tmp_path / "model"))
+    [path] = model_dir.glob("*.safetensors")
+    longer = {name.replace("model.", "model.language_model.", 1): value for name, value in load_file(path).items()}
+    save_file(longer, path, metadata={"format": "pt"})
+    asked = [request for request in requests() if request.request_id == "greedy"]
+    runner, drafter = load(model_dir, "compiled")
+    assert answer(runner, drafter, asked)[0] == answer(load(checkpoint("glm4-moe-mtp"), "compiled")[0], None, asked)[0]
+    assert drafter.noted
+
+
 def test_a_layer_that_lacks_a_matrix_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model_dir = Path(shutil.copytree(checkpoint("glm4-moe-mtp"), tmp_path / "model"))
     [path] = model_dir.glob("*.safetensors")

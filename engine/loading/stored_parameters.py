@@ -14,8 +14,9 @@ from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.parameters import encoder_decoder_specs
 from engine.models.encodings import OUTPUT, Forms, StoredMatrices
 from engine.models.parameters import ParameterSpec, Source, Stack, parameter_specs
-from engine.quantized_formats.config import Quantization, read_quantization
+from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.modules import QuantizedModule, find_module, find_stacked, stores_quantized
+from engine.quantized_formats.storage import Quantization
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 

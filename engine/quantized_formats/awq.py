@@ -6,8 +6,8 @@ Word w of a row holds outputs 8w to 8w + 7, the lowest bits first in the order 0
 import torch
 from torch import Tensor
 
-from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors, count_groups, unpack
+from engine.quantized_formats.storage import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 
 _PER_WORD = 8

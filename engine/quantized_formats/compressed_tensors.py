@@ -7,7 +7,6 @@ The other formats hold int8 or fp8 matrices as they are.
 import torch
 from torch import Tensor
 
-from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import (
     FLOATS,
     FP8,
@@ -20,6 +19,7 @@ from engine.quantized_formats.matrix import (
     read_groups,
     unpack,
 )
+from engine.quantized_formats.storage import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 
 

@@ -6,7 +6,6 @@ the inputs of a group are not neighbours, so the matrix is never cut by groups.
 
 from torch import Tensor
 
-from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import (
     FLOATS,
     Part,
@@ -18,6 +17,7 @@ from engine.quantized_formats.matrix import (
     read_groups,
     unpack,
 )
+from engine.quantized_formats.storage import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 
 

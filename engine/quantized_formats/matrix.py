@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.finite import is_finite, why_not_finite
 from engine.kernels.cpu.machine import MAX_ZERO
-from engine.quantized_formats.config import MatrixStorage
+from engine.quantized_formats.storage import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 
 FLOATS = ("F32", "BF16", "F16")

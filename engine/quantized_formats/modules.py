@@ -9,8 +9,8 @@ from torch import Tensor
 from checkpoint.tensors import StoredTensor
 from engine.kernels.cpu.machine import LANES
 from engine.quantized_formats import awq, compressed_tensors, gptq, mxfp4
-from engine.quantized_formats.config import Format, MatrixStorage, Quantization
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
+from engine.quantized_formats.storage import Format, MatrixStorage, Quantization
 from mesh.domain.errors import ConfigurationError
 
 StoredTensors = Mapping[str, StoredTensor]

@@ -5,8 +5,8 @@ two (OCP Microscaling Formats 1.0, 2023). A tensor has the blocks of all experts
 import torch
 
 from engine.kernels.cpu.products.nibbles import E2M1_LEVELS, E2M1_ZERO
-from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import Part, Parts, QuantizedMatrix, Shape, Tensors
+from engine.quantized_formats.storage import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 
 BLOCK = 32

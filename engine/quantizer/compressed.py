@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import QuantizedMatrix
+from engine.quantized_formats.storage import MatrixStorage
 
 Activations = Literal["int8", "fp8"] | None
 """The numbers to which activations are rounded, with a scale for each token, while the model runs; None: none."""

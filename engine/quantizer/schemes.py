@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import QuantizedMatrix
+from engine.quantized_formats.storage import MatrixStorage
 from engine.quantizer.awq import clipped_scales, search_factors
 from engine.quantizer.compressed import Activations
 from engine.quantizer.gptq import round_by_errors

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import resolve
-from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import QuantizedMatrix
+from engine.quantized_formats.storage import MatrixStorage
 from engine.quantizer.float_checkpoint import open_float_checkpoint
 from engine.quantizer.make import expected_bytes, quantize_checkpoint
 from engine.quantizer.quality import Quality

@@ -1,0 +1,96 @@
+"""How the matrices of a checkpoint are stored. Needs no torch."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from checkpoint.multimodal import names_in_programs
+from engine.kernels.cpu.machine import INT4_GROUPS
+
+Format = Literal["awq", "gptq", "packed", "plain", "mxfp4"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixStorage:
+    """How a matrix is stored. Each scale is for `block_rows` outputs and `block_inputs` inputs; 0: for all of them.
+
+    A matrix that is not symmetric has zeros, too. With `has_group_index` a tensor says which group an input belongs to.
+    `int8_rows`: the matrix was made to be multiplied with activations in int8.
+    """
+
+    format: Format
+    num_bits: int
+    block_rows: int = 1
+    block_inputs: int = 0
+    is_float: bool = False
+    is_symmetric: bool = True
+    has_group_index: bool = False
+    zeros_minus_one: bool = False
+    int8_rows: bool = False
+
+    @property
+    def is_int8(self) -> bool:
+        """True if the matrix is int8 with a scale for each output, as our encoding "int8" has it."""
+        per_output = self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
+        return per_output and (self.format, self.num_bits, self.is_float) == ("plain", 8, False)
+
+    @property
+    def int4_group(self) -> int | None:
+        """Inputs that share a scale in int4 of the compiled decoder, as our encoding "int4" has it: as many as here, or
+        fewer. None if the matrix is in another form.
+        """
+        if (self.num_bits, self.is_float) != (4, False) or self.block_rows > 1:
+            return None
+        return max((group for group in INT4_GROUPS if self.block_inputs % group == 0), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleGroup:
+    """Modules that are stored alike: by name, by "re:" and a pattern of names, or "Linear" for all. Without a `storage`
+    they are not quantised.
+    """
+
+    targets: tuple[str, ...]
+    storage: MatrixStorage | None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """`method` is quant_method of config.json, with the format if the method has several."""
+
+    method: str
+    groups: tuple[ModuleGroup, ...]
+    ignored: tuple[str, ...] = ()
+
+    def storage_of(self, module: str) -> MatrixStorage | None:
+        """The storage of the matrix of a module, by its name in the file; None if it is not quantised. Names go before
+        patterns, these before kinds of modules.
+        """
+        if any(_rank(target, module) for target in self.ignored):
+            return None
+        names = names_in_programs(module)
+        targets = [(target, group.storage) for group in self.groups for target in group.targets]
+        ranked = [(max(_rank(target, name) for name in names), storage) for target, storage in targets]
+        best = max(ranked, key=lambda pair: pair[0], default=(0, None))
+        return best[1] if best[0] else None
+
+    @property
+    def is_w8a8(self) -> bool:
+        """True if all quantised matrices are int8 and expect activations in int8."""
+        storages = [group.storage for group in self.groups if group.storage is not None]
+        return bool(storages) and all(storage.is_int8 and storage.int8_rows for storage in storages)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.method == "mxfp4"
+
+    def __str__(self) -> str:
+        bits = sorted({group.storage.num_bits for group in self.groups if group.storage is not None})
+        return f"{self.method}, {' and '.join(map(str, bits))} bits"
+
+
+def _rank(target: str, module: str) -> int:
+    """How closely a target of compressed-tensors describes a module; 0: not at all."""
+    if target.startswith("re:"):
+        return 2 if re.match(target.removeprefix("re:"), module) else 0
+    return 3 if target == module else 1 if target == "Linear" else 0

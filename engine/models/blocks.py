@@ -21,6 +21,9 @@ attention and MLP are normed, too. Post: attention, then MLP, each reads the res
 the residual itself is normed (as in Vaswani et al. 2017). Behind: a sandwich without the norms in front of attention
 and MLP. Single: the layer is attention, a recurrence, or an MLP alone, which reads the normed residual and is added."""
 
+OUT_NORMS = ("attn_out_norm", "mlp_out_norm")
+"""Norms of what attention, or a recurrence, and MLP compute."""
+
 
 def has_attention(config: "ModelConfig", layer: int) -> bool:
     return config.recurrent is None or config.recurrent.has_attention(layer)

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
+from torch.nn.functional import layer_norm, rms_norm
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, one_token
 from engine.attention.cpu import kernel_batch
@@ -255,8 +255,9 @@ class CompiledDecoder:
         if len(self._positions):
             residual.add_(self._positions[positions])
         if len(self._embed_norm):
-            weight, bias = self._embed_norm
-            residual.copy_(layer_norm(residual, weight.shape, weight, bias, self.config.norm_eps))
+            weight, *bias = self._embed_norm
+            norm = layer_norm if bias else rms_norm
+            residual.copy_(norm(residual, weight.shape, weight, *bias, eps=self.config.norm_eps))
         if (width := self._layer_inputs.shape[1]) > 0:
             of_tokens = torch.from_numpy(self._memory.rows("token_inputs", len(token_ids), width))
             of_tokens.copy_(self._layer_inputs[token_ids]).mul_(self._model.inputs.width**0.5)

@@ -24,6 +24,7 @@ from checkpoint.config_json import (
     text,
     texts,
 )
+from engine.models.blocks import BLOCKS, OUT_NORMS
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent_config import LatentConfig
 from engine.models.per_layer_config import PerLayerConfig
@@ -231,6 +232,11 @@ class ModelConfig:
         if self.positions != "rotary" or self.counts_scaled_positions:
             return self.max_position_embeddings
         return self.rope.max_positions(self.max_position_embeddings)
+
+    @property
+    def out_factor(self) -> float:
+        """Factor of the last products of attention and MLP, which norms of their outputs would undo: these have it."""
+        return 1.0 if OUT_NORMS[0] in BLOCKS[self.block] else self.residual_scale
 
     @property
     def embed_width(self) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.blocks import BLOCKS, has_attention, has_mlp
+from engine.models.blocks import BLOCKS, OUT_NORMS, has_attention, has_mlp
 from engine.models.latent_config import LatentConfig
 from engine.models.model_config import ModelConfig
 from engine.models.per_layer_parameters import add_per_layer
@@ -138,7 +138,7 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     names, experts = config.tensors, config.experts
     builder = SpecBuilder(config, f"layers.{layer}.", names.layer.format(layer) + ".")
     for norm in BLOCKS[config.block]:
-        builder.norm(norm, getattr(names, norm))
+        builder.norm(norm, getattr(names, norm), config.residual_scale if norm in OUT_NORMS else 1.0)
     if config.is_recurrent(layer):
         add_recurrent(builder, config)
     if has_attention(config, layer):
@@ -147,7 +147,7 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
         else:
             _add_latent_attention(builder, config, config.latent)
         o, inputs = [(names.o, config.hidden_size, None)], config.num_heads * config.result_dim
-        builder.linear("o", o, inputs, has_bias=config.o_bias, factor=config.residual_scale)
+        builder.linear("o", o, inputs, has_bias=config.o_bias, factor=config.out_factor)
     if not has_mlp(config, layer):
         return builder.specs
     if experts is None or not experts.layers[layer]:
@@ -204,7 +204,11 @@ def _add_attention(builder: "SpecBuilder", config: ModelConfig) -> None:
     names, head_dim = config.tensors, config.head_dim
     order = np.arange(head_dim)
     if config.positions == "rotary" and config.per_layer is None:
-        order = np.array(rotary_order(head_dim, config.rope.dim, interleaved=names.interleaved_rotary))
+        order = np.array(
+            rotary_order(
+                head_dim, config.rope.dim, interleaved=names.interleaved_rotary, swapped=names.swapped_rotary
+            )
+        )
     tensors = [
         (name, num_rows, None if np.array_equal(rows, np.arange(num_rows)) else rows)
         for name, num_rows, rows in _qkv_tensors(config, order)
@@ -321,15 +325,16 @@ class SpecBuilder:
         source = Source(self.source + stored, shape)
         self.specs.append(ParameterSpec(self.target + name, shape, (source,), in_fp32=in_fp32))
 
-    def norm(self, name: str, stem: str) -> None:
-        """Add a norm of the residual, with its bias if any."""
+    def norm(self, name: str, stem: str, factor: float = 1.0) -> None:
+        """Add a norm of the residual, or of what is added to it, with its bias if any."""
         shape = (self._config.hidden_size,)
         if not self._config.norm_weight:
-            self.specs.append(ParameterSpec(self.target + name, shape, (), offset=1.0))
+            self.specs.append(ParameterSpec(self.target + name, shape, (), offset=factor))
             return
-        self.add(name, shape, [Source(f"{self.source}{stem}.weight", shape)], offset=self._config.tensors.norm_offset)
+        offset = factor * self._config.tensors.norm_offset
+        self.add(name, shape, [Source(f"{self.source}{stem}.weight", shape)], factor, offset)
         if self._config.norm_bias:
-            self.add(f"{name}_bias", shape, [Source(f"{self.source}{stem}.bias", shape)])
+            self.add(f"{name}_bias", shape, [Source(f"{self.source}{stem}.bias", shape)], factor)
 
     def linear(
         self,
@@ -375,7 +380,7 @@ class SpecBuilder:
         name = "gate_up" if config.gated else "up"
         self.linear(name, ups, config.hidden_size, has_bias=config.mlp_bias)
         downs = [(down, config.hidden_size, None)]
-        self.linear("down", downs, inner, has_bias=config.mlp_bias, factor=config.residual_scale)
+        self.linear("down", downs, inner, has_bias=config.mlp_bias, factor=config.out_factor)
 
     def xielu(self, stem: str) -> None:
         """Add the parameters of an MLP's xIELU as one vector."""

@@ -24,7 +24,9 @@ from engine.models.families.dense import (
     ernie4_5,
     helium,
     hunyuan,
+    jais2,
     ministral3,
+    nanochat,
     nemotron,
     seed_oss,
     smollm3,
@@ -36,11 +38,11 @@ from engine.models.families.gemma4 import gemma4, gemma4_unified
 from engine.models.families.gpt2 import gpt2, gpt_bigcode, gpt_neo
 from engine.models.families.gpt_neox import codegen, gpt_neox, gptj
 from engine.models.families.gpt_oss import gpt_oss
+from engine.models.families.granite import granite, granite_swa, hyperclovax
 from engine.models.families.jamba import jamba
 from engine.models.families.lfm2 import lfm2, lfm2_moe
 from engine.models.families.llama import (
     baichuan,
-    granite,
     internlm,
     internlm2,
     internlm3,
@@ -130,6 +132,8 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma4ForCausalLM": Family("Gemma 4, text", gemma4),
     "Gemma4UnifiedForCausalLM": Family("Gemma 4 12B, text", gemma4_unified),
     "GraniteForCausalLM": Family("Granite 3", granite),
+    "GraniteSWAForCausalLM": Family("Granite SWA", granite_swa, {"rms_norm_eps": 1e-5}),
+    "HyperCLOVAXForCausalLM": Family("HyperCLOVA X SEED Think", hyperclovax),
     "StableLmForCausalLM": Family("StableLM", stablelm, {"layer_norm_eps": 1e-5}),
     "InternLMForCausalLM": Family("InternLM", internlm),
     "InternLM2ForCausalLM": Family("InternLM 2, 2.5", internlm2),
@@ -176,6 +180,8 @@ FAMILIES: Mapping[str, Family] = {
     "NemotronForCausalLM": Family("Nemotron 4, Minitron", nemotron),
     "ApertusForCausalLM": Family("Apertus", apertus),
     "HeliumForCausalLM": Family("Helium", helium),
+    "Jais2ForCausalLM": Family("Jais 2", jais2),
+    "NanoChatForCausalLM": Family("nanochat", nanochat, {"final_logit_softcapping": 15.0}),
     "Glm4MoeForCausalLM": Family("GLM-4.5 to 4.7", glm4_moe, {"rms_norm_eps": 1e-5}),
     "OlmoeForCausalLM": Family("OLMoE", olmoe, {"rms_norm_eps": 1e-5}),
     "FlexOlmoForCausalLM": Family("FlexOlmo", flex_olmo, {"rms_norm_eps": 1e-6}),

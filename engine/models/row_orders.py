@@ -6,15 +6,18 @@ from numpy.typing import NDArray
 from engine.models.recurrent.config import RecurrentConfig
 
 
-def rotary_order(head_dim: int, dim: int, *, interleaved: bool) -> list[int]:
+def rotary_order(head_dim: int, dim: int, *, interleaved: bool, swapped: bool = False) -> list[int]:
     """The order of a stored head's dimensions that `engine.models.rope.rotate` expects.
 
     The first `dim` stored dimensions are rotated; `interleaved` pairs 2i with 2i + 1, else i with i + dim / 2.
+    If `swapped`, the second of a pair comes first.
     """
     if interleaved:
         first, second = list(range(0, dim, 2)), list(range(1, dim, 2))
     else:
         first, second = list(range(dim // 2)), list(range(dim // 2, dim))
+    if swapped:
+        first, second = second, first
     middle = dim + (head_dim - dim) // 2
     return [*first, *range(dim, middle), *second, *range(middle, head_dim)]
 

@@ -67,6 +67,8 @@ class TensorNames:
     """Matrices of layers are stored as [inputs, outputs]."""
     interleaved_rotary: bool = False
     """Rotary dimensions 2i and 2i + 1 are paired, rather than i and i + rotary_dim / 2."""
+    swapped_rotary: bool = field(default=False, repr=False)
+    """Positions rotate in the other direction, which is the same as if the halves of the rotated dimensions were swapped."""
     norm_offset: float = 0.0  # added to the stored weights of norms
     unit_lm_head: bool = False
     """Rows of the output matrix are divided by their lengths at loading."""

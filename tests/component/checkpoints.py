@@ -185,6 +185,21 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "granite": lambda: llama_like(
         "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
     ),
+    "granite-swa": lambda: llama_like(
+        "granite_swa",
+        num_hidden_layers=5,
+        sliding_window=WINDOW,
+        layer_rope_theta=[0, 10_000.0, 10_000.0, 0, 500_000.0],
+        attention_bias=True,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+    ),
+    "hyperclovax": lambda: llama_like(
+        "hyperclovax", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
+    ),
+    "hyperclovax-no-norms": lambda: llama_like("hyperclovax", use_post_norm=False, residual_multiplier=0.7),
     "stablelm": lambda: llama_like("stablelm", use_qkv_bias=True),
     "deepseek-v2": lambda: latent_attention("deepseek_v2", q_lora_rank=None, topk_method="group_limited_greedy"),
     "deepseek-v3": lambda: latent_attention("deepseek_v3", q_lora_rank=32),
@@ -256,6 +271,8 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "arcee": lambda: llama_like("arcee", attention_bias=True, mlp_bias=True),
     "nemotron": lambda: llama_like("nemotron", attention_bias=True, mlp_bias=True),
+    "jais2": lambda: llama_like("jais2"),
+    "nanochat": lambda: llama_like("nanochat"),
     "apertus": lambda: llama_like("apertus", attention_bias=True),
     "helium": lambda: llama_like("helium", head_dim=16, attention_bias=True, mlp_bias=True),
     "glm4-moe": lambda: llama_like(

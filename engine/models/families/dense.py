@@ -2,12 +2,12 @@
 
 SmolLM 3 has layers without rotary positions. Seed-OSS has biases. ERNIE 4.5 and Helium rotate neighbours together.
 HunYuan norms queries and keys after their rotation. Ministral 3 scales queries by their position. Arcee, Nemotron and
-Apertus have plain MLPs with other activations.
+Apertus have plain MLPs with other activations. Jais 2 has layer norms and biases; nanochat has norms without weights.
 """
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, integers, layer_windows, number, refuse, rope_section
+from checkpoint.config_json import RawConfig, flag, integer, integers, layer_windows, number, optional_number, refuse, rope_section
 from engine.models.families.layer_kinds import default_rope
 from engine.models.families.llama import llama
 from engine.models.model_config import ModelConfig, rotated_dim, sliding_window
@@ -137,6 +137,41 @@ def nemotron(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         norm_bias=True,
         norm_eps=number(raw, "norm_eps", default=1e-5),
         rope=replace(plain.rope, dim=rotated_dim(raw, plain.head_dim, default=0.5)),
+    )
+
+
+def jais2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    bias = flag(raw, "attention_bias", default=True)
+    return replace(
+        arcee(plain, raw),
+        norm="layer",
+        norm_bias=True,
+        norm_eps=number(raw, "layer_norm_eps", default=1e-5),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=flag(raw, "mlp_bias", default=True),
+    )
+
+
+_NANOCHAT = TensorNames(up=("mlp.fc1",), down="mlp.fc2", swapped_rotary=True)
+
+
+def nanochat(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """nanochat: all norms are without weights, that of the embedding and those of rotated queries and keys included."""
+    bias = flag(raw, "attention_bias", default=False)
+    return replace(
+        plain,
+        tensors=_NANOCHAT,
+        norm_weight=False,
+        embed_norm=True,
+        qk_norm=True,
+        qk_norm_weight=False,
+        qk_norm_rotated=True,
+        activation=str(raw.get("hidden_act", "relu2")),
+        gated=False,
+        qkv_bias=bias,
+        o_bias=bias,
+        logit_softcap=optional_number(raw, "final_logit_softcapping"),
     )
 
 

@@ -1,7 +1,6 @@
 """Llama and its close kin: RMS norms, rotary positions, a gated MLP, and small differences from that.
 
-Mistral and Qwen differ in windows, biases and norms of heads. Granite has factors of the embedding, the scores, the
-outputs of attention and MLP, and the logits. StableLM has layer norms, and a quarter of each head rotated. StarCoder 2
+Mistral and Qwen differ in windows, biases and norms of heads. StableLM has layer norms, and a quarter of each head rotated. StarCoder 2
 has layer norms, a plain MLP, and biases everywhere. Baichuan has one tensor for queries, keys and values; 13B uses
 ALiBi instead of rotary positions. InternLM has attention biases (1), one grouped qkv projection (2), or optional biases
 (3).
@@ -48,16 +47,6 @@ def qwen3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen 3, with norms of queries and keys."""
     bias = flag(raw, "attention_bias", default=False)
     return replace(plain, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=qwen_windows(plain, raw))
-
-
-def granite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    return replace(
-        llama(plain, raw),
-        embed_scale=number(raw, "embedding_multiplier", default=1.0),
-        attention_scale=number(raw, "attention_multiplier", default=1.0),
-        residual_scale=number(raw, "residual_multiplier", default=1.0),
-        logit_scale=1.0 / number(raw, "logits_scaling", default=1.0),
-    )
 
 
 _STABLELM_HEAD_NORMS = TensorNames(

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, integers, number, refuse
 from engine.models.experts_config import ExpertsConfig
-from engine.models.families.llama import granite, llama, qwen2, qwen3, qwen_windows
+from engine.models.families.granite import granite
+from engine.models.families.llama import llama, qwen2, qwen3, qwen_windows
 from engine.models.model_config import ModelConfig, sliding_window
 from engine.models.tensor_names import TensorNames
 

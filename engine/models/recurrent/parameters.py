@@ -22,7 +22,7 @@ def add_recurrent(builder: "SpecBuilder", config: "ModelConfig") -> None:
     if facts.kind == "channels":
         _add_channel_scan(builder, config, facts)
         return
-    name, conv, factor = "conv1d", (facts.channels, 1, facts.kernel), config.residual_scale
+    name, conv, factor = "conv1d", (facts.channels, 1, facts.kernel), config.out_factor
     tensors: list[tuple[str, int, RowOrder | None]]
     if facts.kind == "conv":
         name, tensors = "conv", [(f"{module}.in_proj", facts.projected, None)]

@@ -23,8 +23,8 @@ from mesh.domain.kv import KVLayout
 
 _CACHE_DTYPES = ("float32", "float16", "int8")
 _BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind", "single")
-_ADDED_BLOCKS = ("sequential", "single")
-"""Blocks that may have a recurrence, and experts."""
+_EXPERT_BLOCKS = ("sequential", "single")
+_RECURRENT_BLOCKS = (*_EXPERT_BLOCKS, "sandwich")
 _REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 KERNEL_ACTIVATIONS: Mapping[str, int] = {
@@ -50,7 +50,7 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (recurrent := config.recurrent) is not None:
         if (missing := why_not_recurrent(recurrent)) is not None:
             return missing
-        if config.block not in _ADDED_BLOCKS:
+        if config.block not in _RECURRENT_BLOCKS:
             return f"recurrent layers in a block {config.block}"
     if config.attention_gate and num_ranks > 1:
         return "gates of attention over several ranks"
@@ -69,7 +69,7 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (experts := config.experts) is not None:
         if num_ranks > 1:
             return "experts over several ranks"
-        if config.block not in _ADDED_BLOCKS and config.per_layer is None:
+        if config.block not in _EXPERT_BLOCKS and config.per_layer is None:
             return f"experts in a block {config.block}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
     if (latent := config.latent) is not None:

@@ -187,7 +187,8 @@ class ModelConfig:
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_gate: bool = field(default=False, repr=False)
-    """The result of each head is multiplied by a sigmoid. In the query projection its rows follow the head's own."""
+    """The result of each head is multiplied by a sigmoid. Its rows follow the head's own in the query projection,
+    or are in a tensor of their own (TensorNames.gate)."""
     recurrent: RecurrentConfig | None = field(default=None, repr=False)
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""

@@ -205,9 +205,7 @@ def _add_attention(builder: "SpecBuilder", config: ModelConfig) -> None:
     order = np.arange(head_dim)
     if config.positions == "rotary" and config.per_layer is None:
         order = np.array(
-            rotary_order(
-                head_dim, config.rope.dim, interleaved=names.interleaved_rotary, swapped=names.swapped_rotary
-            )
+            rotary_order(head_dim, config.rope.dim, interleaved=names.interleaved_rotary, swapped=names.swapped_rotary)
         )
     tensors = [
         (name, num_rows, None if np.array_equal(rows, np.arange(num_rows)) else rows)
@@ -271,12 +269,15 @@ def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, R
     if len(names.qkv) == 3:
         q, k, v = names.qkv
         q_rows = _rows_of_heads(np.arange(heads), order)
-        if config.attention_gate:  # stored are, for each head, the query and the gate; all gates follow all queries
+        gate_rows = np.repeat(np.arange(heads), head_dim)
+        if config.attention_gate and not names.gate:
+            # Stored are, for each head, the query and the gate; all gates follow all queries.
             stored = np.arange(heads)
             gates = _rows_of_heads(2 * stored + 1, np.arange(head_dim))
             q_rows = np.concatenate((_rows_of_heads(2 * stored, order), gates))
         return [
             (q, len(q_rows), q_rows),
+            *([(names.gate, heads, gate_rows)] if config.attention_gate and names.gate else ()),
             (k, kv_heads * head_dim, _rows_of_heads(np.arange(kv_heads), order)),
             (v, kv_heads * head_dim, np.arange(kv_heads * head_dim)),
         ]
@@ -346,7 +347,8 @@ class SpecBuilder:
         factor: float = 1.0,
     ) -> None:
         """Add a projection; `tensors`: name, number of rows and row order of each stored tensor."""
-        transposed, outputs = self._config.tensors.transposed, sum(num_rows for _, num_rows, _ in tensors)
+        transposed = self._config.tensors.transposed
+        outputs = sum(num_rows if rows is None else len(rows) for _, num_rows, rows in tensors)
         weights = [
             Source(f"{self.source}{stem}.weight", (inputs, n) if transposed else (n, inputs), rows, transposed)
             for stem, n, rows in tensors

@@ -40,7 +40,7 @@ from engine.models.families.gpt_neox import codegen, gpt_neox, gptj
 from engine.models.families.gpt_oss import gpt_oss
 from engine.models.families.granite import granite, granite_swa, hyperclovax
 from engine.models.families.jamba import jamba
-from engine.models.families.lfm2 import lfm2, lfm2_moe
+from engine.models.families.lfm2 import lfm2, lfm2_moe, lfm3
 from engine.models.families.llama import (
     baichuan,
     internlm,
@@ -153,6 +153,7 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
     "Lfm2ForCausalLM": Family("LFM2", lfm2),
     "Lfm2MoeForCausalLM": Family("LFM2 MoE", lfm2_moe),
+    "Lfm3ForCausalLM": Family("LFM3", lfm3),
     "JambaForCausalLM": Family("Jamba", jamba),
     "MambaForCausalLM": Family("Mamba", mamba, _NO_ATTENTION),
     "FalconMambaForCausalLM": Family("Falcon Mamba", falcon_mamba, {**_NO_ATTENTION, "max_position_embeddings": 8192}),

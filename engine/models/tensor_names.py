@@ -23,6 +23,8 @@ class TensorNames:
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three tensors, or one with all three projections; see `grouped_qkv`. "": a layer does without this tensor."""
+    gate: str = field(default="", repr=False)
+    """The tensor with the gates of attention's result, a row for each head; "": they are in that of queries."""
     q_norm: str = "self_attn.q_norm"
     """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
@@ -68,7 +70,7 @@ class TensorNames:
     interleaved_rotary: bool = False
     """Rotary dimensions 2i and 2i + 1 are paired, rather than i and i + rotary_dim / 2."""
     swapped_rotary: bool = field(default=False, repr=False)
-    """Positions rotate in the other direction, which is the same as if the halves of the rotated dimensions were swapped."""
+    """Positions rotate the other way round, as if the halves of the rotated dimensions were swapped."""
     norm_offset: float = 0.0  # added to the stored weights of norms
     unit_lm_head: bool = False
     """Rows of the output matrix are divided by their lengths at loading."""

@@ -14,6 +14,7 @@ from functools import partial
 from math import gcd, prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -351,8 +352,10 @@ class _Maker:
 
 
 def _file_order(source: Source) -> Tensor:
-    """The rows of `source` in its parameter, in the order of the file."""
-    return torch.arange(source.num_rows) if source.rows is None else torch.from_numpy(source.rows).argsort()
+    """The rows of `source` in its parameter, in the order of the file. A row that is repeated counts once."""
+    if source.rows is None:
+        return torch.arange(source.num_rows)
+    return torch.from_numpy(np.unique(source.rows, return_index=True)[1])
 
 
 def _copy_rest(checkpoint: FloatCheckpoint, writer: ShardWriter, replaced: Set[str]) -> None:

@@ -390,6 +390,22 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
         num_dense_layers=1,
         routed_scaling_factor=1.5,
     ),
+    "lfm3": lambda: llama_like(
+        "lfm3",
+        num_hidden_layers=5,
+        layer_types=["conv", "sliding_attention", "full_attention", "conv", "sliding_attention"],
+        head_dim=32,
+        sliding_window=WINDOW,
+        conv_bias=True,
+    ),
+    "lfm3-plain": lambda: llama_like(
+        "lfm3",
+        layer_types=["conv", "full_attention", "conv"],
+        head_dim=16,
+        use_sandwich_norm=False,
+        use_attention_gate=False,
+        attention_bias=True,
+    ),
     "granite-4": lambda: llama_like(
         "granitemoehybrid",
         layer_types=["mamba", "attention", "mamba"],

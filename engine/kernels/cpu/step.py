@@ -181,7 +181,7 @@ def _add_attention(model: ModelConstants, memory: ThreadMemory, team: Team, laye
         finish_phase(team, QUANTISE)
         _add_product(model, memory, team, matrices.recurrent_out)
         finish_phase(team, OUTPUT)
-        expand(adapted, layer, RECURRENT_OUT_SITE, acts.residual, rows)
+        _end_branch(model, memory, rows, layer, RECURRENT_OUT_SITE)
 
 
 @jit
@@ -251,7 +251,7 @@ def _end_branch(model: ModelConstants, memory: ThreadMemory, rows: Range, layer:
     acts, adapted = memory.acts, memory.adapted
     if model.family.sandwich:
         expand(adapted, layer, site, acts.branch, rows)
-        is_attention = site == OUTPUT_SITE
+        is_attention = site in (OUTPUT_SITE, RECURRENT_OUT_SITE)
         if not is_attention and model.experts.are_beside:
             put_normed(acts.branch, Norm(model.norms[layer, MLP_ONLY_NORM], model.eps), acts.branch, rows)
             add_rows(acts.routed.normed, acts.branch, rows)

@@ -7,7 +7,17 @@ Apertus have plain MLPs with other activations. Jais 2 has layer norms and biase
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, integers, layer_windows, number, optional_number, refuse, rope_section
+from checkpoint.config_json import (
+    RawConfig,
+    flag,
+    integer,
+    integers,
+    layer_windows,
+    number,
+    optional_number,
+    refuse,
+    rope_section,
+)
 from engine.models.families.layer_kinds import default_rope
 from engine.models.families.llama import llama
 from engine.models.model_config import ModelConfig, rotated_dim, sliding_window

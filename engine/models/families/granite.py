@@ -24,11 +24,15 @@ def granite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 def granite_swa(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Granite with sinks, windows in three of four layers, and bases of rotary positions by layer, 0 for none."""
-    types = raw.get("layer_types") or ["sliding_attention" if n % 4 else "full_attention" for n in range(plain.num_layers)]
+    types = raw.get("layer_types") or [
+        "sliding_attention" if n % 4 else "full_attention" for n in range(plain.num_layers)
+    ]
     windows = layer_windows({"layer_types": types}, plain.num_layers, sliding_window(raw, 128))
     thetas = numbers(raw, "layer_rope_theta", may_be_zero=True) or (plain.rope.theta,) * plain.num_layers
     rope, window_rope = (
-        _rope_of(plain, {theta for theta, window in zip(thetas, windows, strict=True) if (window is not None) == has_window})
+        _rope_of(
+            plain, {theta for theta, window in zip(thetas, windows, strict=True) if (window is not None) == has_window}
+        )
         for has_window in (False, True)
     )
     return replace(

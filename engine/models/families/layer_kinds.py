@@ -41,10 +41,12 @@ def windows_but_every(pattern: int, plain: ModelConfig, raw: RawConfig, window: 
     return tuple(window if (layer + 1) % pattern else None for layer in range(plain.num_layers))
 
 
-def recurrent_layers(types: tuple[str, ...], recurrent: str) -> tuple[bool, ...]:
-    """Mark the recurrent layers in `layer_types`, where they are called `recurrent`."""
-    if other := sorted(set(types) - {recurrent, "full_attention"}):
+def recurrent_layers(
+    types: tuple[str, ...], recurrent: str, attention: tuple[str, ...] = ("full_attention",)
+) -> tuple[bool, ...]:
+    """Mark the recurrent layers in `layer_types`, where they are called `recurrent`, and others as in `attention`."""
+    if other := sorted(set(types) - {recurrent, *attention}):
         raise ConfigurationError(
-            f"config.json: layer_types may name full_attention and {recurrent}, not {other[0]!r:.100}"
+            f"config.json: layer_types may name {', '.join(attention)} and {recurrent}, not {other[0]!r:.100}"
         )
     return tuple(kind == recurrent for kind in types)

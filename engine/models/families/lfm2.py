@@ -1,14 +1,14 @@
 """LFM2 of Liquid AI: short convolutions in most layers, attention with norms of queries and keys in the others.
 
-LFM2 MoE has experts in all layers but the first ones, chosen by sigmoids and a bias.
+LFM3 has windows and gates, too. LFM2 MoE has experts in all layers but the first ones, chosen by sigmoids and a bias.
 """
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, first_of, flag, integer, integers, number, rope_section, texts
+from checkpoint.config_json import RawConfig, first_of, flag, integer, integers, number, refuse, rope_section, texts
 from engine.models.experts_config import ExpertsConfig
-from engine.models.families.layer_kinds import recurrent_layers
-from engine.models.model_config import ModelConfig
+from engine.models.families.layer_kinds import recurrent_layers, rope_and_window_rope
+from engine.models.model_config import ModelConfig, sliding_window
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
@@ -25,6 +25,11 @@ _LFM2 = TensorNames(
     down="feed_forward.w2",
 )
 _THETA = 1_000_000.0
+_LFM3_KINDS = ("sliding_attention", "conv", "full_attention", "conv")
+_LFM3_ROPE = {
+    "sliding_attention": {"rope_type": "default"},
+    "full_attention": {"rope_type": "proportional", "rope_theta": _THETA, "partial_rotary_factor": 0.5},
+}
 
 
 def lfm2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -45,6 +50,42 @@ def lfm2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
             bias=(bias := flag(raw, "conv_bias", default=False)),
             conv_bias=bias,
         ),
+    )
+
+
+_LFM3 = replace(
+    _LFM2,
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    o="self_attn.o_proj",
+    gate="self_attn.gate_proj",
+    attn_out_norm="post_operator_norm",
+    mlp_out_norm="post_ffn_norm",
+)
+
+
+def lfm3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """LFM3: LFM2 with gates and norms of results, and layers of attention with windows and rotary positions of their
+    own.
+    """
+    kinds = texts(raw, "layer_types") or ("conv", *(_LFM3_KINDS[layer % 4] for layer in range(1, plain.num_layers)))
+    window, has_gate = sliding_window(raw, 256), flag(raw, "use_attention_gate", default=True)
+    if has_gate:
+        refuse(raw, attention_bias=True)  # the gates would have none
+    bias = flag(raw, "attention_bias", default=False)
+    stated = raw if rope_section(raw) else {**raw, "rope_parameters": _LFM3_ROPE}
+    rope, window_rope = rope_and_window_rope(plain, stated, 10_000.0)
+    defaults = {"conv_L_cache": 7, "block_auto_adjust_ff_dim": False}
+    return replace(
+        lfm2(plain, {**defaults, **raw, "layer_types": list(kinds)}),
+        tensors=_LFM3,
+        block="sandwich" if flag(raw, "use_sandwich_norm", default=True) else "sequential",
+        rope=rope,
+        window_rope=window_rope,
+        windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        attention_gate=has_gate,
+        qkv_bias=bias,
+        o_bias=bias,
     )
 
 
@@ -85,7 +126,7 @@ def _has_theta(raw: RawConfig) -> bool:
 
 def _conv_layers(plain: ModelConfig, raw: RawConfig) -> tuple[bool, ...]:
     if raw.get("layer_types") is not None:
-        return recurrent_layers(texts(raw, "layer_types"), "conv")
+        return recurrent_layers(texts(raw, "layer_types"), "conv", ("full_attention", "sliding_attention"))
     if raw.get("full_attn_idxs") is None:
         raise ConfigurationError("config.json of LFM2 needs layer_types or full_attn_idxs")
     attention = integers(raw, "full_attn_idxs")

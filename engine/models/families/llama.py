@@ -1,14 +1,14 @@
 """Llama and its close kin: RMS norms, rotary positions, a gated MLP, and small differences from that.
 
-Mistral and Qwen differ in windows, biases and norms of heads. StableLM has layer norms, and a quarter of each head rotated. StarCoder 2
-has layer norms, a plain MLP, and biases everywhere. Baichuan has one tensor for queries, keys and values; 13B uses
-ALiBi instead of rotary positions. InternLM has attention biases (1), one grouped qkv projection (2), or optional biases
-(3).
+Mistral and Qwen differ in windows, biases and norms of heads. StableLM has layer norms, and a quarter of each head
+rotated. StarCoder 2 has layer norms, a plain MLP, and biases everywhere. Baichuan has one tensor for queries, keys and
+values; 13B uses ALiBi instead of rotary positions. InternLM has attention biases (1), one grouped qkv projection (2),
+or optional biases (3).
 """
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, layer_windows, number
+from checkpoint.config_json import RawConfig, flag, integer, layer_windows
 from engine.models.model_config import ModelConfig, rotated_dim, sliding_window
 from engine.models.tensor_names import TensorNames
 

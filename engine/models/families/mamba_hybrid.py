@@ -8,8 +8,8 @@ from dataclasses import replace
 from math import inf
 
 from checkpoint.config_json import RawConfig, flag, integer, integers, number, numbers, text, texts
-from engine.models.families.layer_kinds import recurrent_layers
 from engine.models.families.granite import granite
+from engine.models.families.layer_kinds import recurrent_layers
 from engine.models.families.llama import llama
 from engine.models.families.mamba import mamba
 from engine.models.families.mixtures import granite_moe, sigmoid_experts

@@ -127,6 +127,31 @@ def _internlm2(tensors: Tensors) -> Tensors:
     )
 
 
+def _exaone(tensors: Tensors) -> Tensors:
+    return _renamed(
+        tensors,
+        model__embed_tokens="transformer.wte",
+        model__norm="transformer.ln_f",
+        model__layers="transformer.h",
+        self_attn__o_proj="attn.attention.out_proj",
+        self_attn="attn.attention",
+        mlp__gate_proj="mlp.c_fc_0",
+        mlp__up_proj="mlp.c_fc_1",
+        mlp__down_proj="mlp.c_proj",
+        input_layernorm="ln_1",
+        post_attention_layernorm="ln_2",
+    )
+
+
+def _layer_normed() -> nn.Module:
+    model = _native("llama")
+    for module in model.modules():
+        for name, _ in list(module.named_children()):
+            if name in ("input_layernorm", "post_attention_layernorm", "norm"):
+                setattr(module, name, nn.LayerNorm(64, eps=1e-5))
+    return model
+
+
 def _chatglm(tensors: Tensors) -> Tensors:
     return _renamed(
         _fuse_qkv(tensors, "self_attention.query_key_value", _stacked),
@@ -153,6 +178,7 @@ class Remote:
     theirs: Callable[[Tensors], Tensors] = dict
 
 
+_EPSLESS = {key: value for key, value in _LLAMA.items() if key not in ("rms_norm_eps", "num_hidden_layers")}
 _LENGTHLESS = {key: value for key, value in _LLAMA.items() if key != "max_position_embeddings"}
 
 REMOTE_FAMILIES: Mapping[str, Remote] = {
@@ -195,6 +221,39 @@ REMOTE_FAMILIES: Mapping[str, Remote] = {
         },
         _chatglm,
     ),
+    "exaone": Remote(
+        lambda: _native("llama", rms_norm_eps=1e-5),
+        _EPSLESS
+        | {
+            "architectures": ["ExaoneForCausalLM"],
+            "num_layers": 3,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "silu",
+        },
+        _exaone,
+    ),
+    "mimo": Remote(
+        lambda: _native("qwen2", head_dim=16),
+        _LLAMA | {"architectures": ["MiMoForCausalLM"], "head_dim": 16, "use_sliding_window": False},
+    ),
+    "minicpm": Remote(
+        lambda: _native(
+            "granite",
+            embedding_multiplier=3.0,
+            attention_multiplier=0.25,
+            residual_multiplier=1.4 / 3**0.5,
+            logits_scaling=2.0,
+        ),
+        _LLAMA
+        | {
+            "architectures": ["MiniCPMForCausalLM"],
+            "scale_emb": 3,
+            "scale_depth": 1.4,
+            "dim_model_base": 32,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "orion": Remote(_layer_normed, _LLAMA | {"architectures": ["OrionForCausalLM"], "rms_norm_eps": 1e-5}),
     "deepseek": Remote(
         _deepseek,
         _LLAMA

@@ -2,10 +2,13 @@
 
 SmolLM 3 has layers without rotary positions. Seed-OSS has biases. ERNIE 4.5 and Helium rotate neighbours together.
 HunYuan norms queries and keys after their rotation. Ministral 3 scales queries by their position. Arcee, Nemotron and
-Apertus have plain MLPs with other activations. Jais 2 has layer norms and biases; nanochat has norms without weights.
+Apertus have plain MLPs with other activations. Jais 2
+and Orion have layer norms; nanochat has norms without weights. MiniCPM has factors as Granite. EXAONE 3 has names of
+its own.
 """
 
 from dataclasses import replace
+from math import sqrt
 
 from checkpoint.config_json import (
     RawConfig,
@@ -22,6 +25,7 @@ from engine.models.families.layer_kinds import default_rope
 from engine.models.families.llama import llama
 from engine.models.model_config import ModelConfig, rotated_dim, sliding_window
 from engine.models.tensor_names import TensorNames
+from mesh.domain.errors import ConfigurationError
 
 
 def _eps(raw: RawConfig, default: float = 1e-5) -> float:
@@ -183,6 +187,42 @@ def nanochat(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         o_bias=bias,
         logit_softcap=optional_number(raw, "final_logit_softcapping"),
     )
+
+
+_EXAONE = TensorNames(
+    embed="transformer.wte",
+    final_norm="transformer.ln_f",
+    layer="transformer.h.{}",
+    input_norm="ln_1",
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    o="attn.attention.out_proj",
+    post_norm="ln_2",
+    up=("mlp.c_fc_0", "mlp.c_fc_1"),
+    down="mlp.c_proj",
+)
+
+
+def exaone(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """EXAONE 3, 3.5 and Deep."""
+    return replace(plain, tensors=_EXAONE)
+
+
+def minicpm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """MiniCPM 1, 2 and 4, without experts. MiniCPM 4 attends to all tokens at every length."""
+    refuse(raw, hidden_act="fatrelu")
+    if integer(raw, "num_experts", default=0, least=0):
+        raise ConfigurationError("config.json: num_experts of MiniCPM are not supported, only dense models")
+    return replace(
+        plain,
+        embed_scale=number(raw, "scale_emb", default=1.0),
+        residual_scale=number(raw, "scale_depth", default=1.0) / sqrt(plain.num_layers),
+        logit_scale=number(raw, "dim_model_base", default=1.0) / plain.hidden_size,
+        tied=flag(raw, "tie_word_embeddings", default=True),
+    )
+
+
+def orion(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    return replace(plain, norm="layer", norm_bias=True)
 
 
 _APERTUS = replace(_PLAIN_MLP, input_norm="attention_layernorm", post_norm="feedforward_layernorm")

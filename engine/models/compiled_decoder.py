@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, rms_norm
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, one_token
 from engine.attention.cpu import kernel_batch
-from engine.kernels.cpu.arguments import Batch, Int64s, Range, Weights
+from engine.kernels.cpu.arguments import Batch, Floats, Int64s, Range, Weights
 from engine.kernels.cpu.compilation.stored import Stored
 from engine.kernels.cpu.layer_kernels import LAYER_KERNELS, needed_by
 from engine.kernels.cpu.machine import AMX_DEPTH, has_amx, knows_amx, multiplies_bf16
@@ -34,6 +33,7 @@ from engine.models.loop_memory import AMX_OPERANDS, LoopMemory
 from engine.models.loop_threads import LoopThreads
 from engine.models.model_config import ModelConfig
 from engine.models.mtp import MtpInput
+from engine.models.norms import Norm
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import Tables
 from engine.models.packed_weights import PackedDecoder
@@ -101,7 +101,7 @@ class CompiledDecoder:
         bf16 = is_rounded and multiplies_bf16() and not any(each.head_dim % AMX_DEPTH for each in shapes)
         self._embed, self._layer_inputs = as_tensor(packed.embed), as_tensor(packed.layer_inputs)
         self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots, self._share)
-        self._positions, self._embed_norm = torch.from_numpy(packed.positions), torch.from_numpy(packed.embed_norm)
+        self._positions, self._embed_norm = torch.from_numpy(packed.positions), _norm_of(packed.embed_norm, config)
         self._rotations = RotationTable(ropes_of(config, self._embed.device, torch.float32), config.max_model_len)
         self._row_costs = costs_of_rows(config, np.dtype(operands).itemsize)
         places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
@@ -254,10 +254,8 @@ class CompiledDecoder:
             residual.mul_(self.config.embed_scale)
         if len(self._positions):
             residual.add_(self._positions[positions])
-        if len(self._embed_norm):
-            weight, *bias = self._embed_norm
-            norm = layer_norm if bias else rms_norm
-            residual.copy_(norm(residual, weight.shape, weight, *bias, eps=self.config.norm_eps))
+        if self._embed_norm is not None:
+            residual.copy_(self._embed_norm(residual))
         if (width := self._layer_inputs.shape[1]) > 0:
             of_tokens = torch.from_numpy(self._memory.rows("token_inputs", len(token_ids), width))
             of_tokens.copy_(self._layer_inputs[token_ids]).mul_(self._model.inputs.width**0.5)
@@ -269,3 +267,11 @@ def _all_kernels(weights: Weights) -> list[int]:
     if weights.packed.dtype == np.int64:
         product_code(weights._replace(packed=np.empty(0, np.uint8)))
     return list(LAYER_KERNELS)
+
+
+def _norm_of(rows: Floats, config: ModelConfig) -> Norm | None:
+    """The norm with these weights and, for a layer norm, biases; None without any."""
+    if not len(rows):
+        return None
+    weight, *biases = torch.from_numpy(rows)
+    return Norm(weight, next(iter(biases), None), config.norm_eps, config.norm == "layer")

@@ -180,15 +180,13 @@ class ModelConfig:
     """`rotary`, `learned` (added to the embedding), or `alibi` (a bias of the scores)."""
     window_rope: RopeConfig | None = None
     """Rotary positions of the layers with a window, if they differ from `rope`."""
-    unrotated: tuple[int, ...] = field(default=(), repr=False)
-    """Layers without rotary positions, in a model that has them."""
+    unrotated: tuple[int, ...] = field(default=(), repr=False)  # layers without rotary positions
     unrotated_rope: RopeConfig | None = field(default=None, repr=False)  # theirs, for what it says of queries
     windows_are_chunks: bool = field(default=False, repr=False)  # see engine/attention/views.py
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_gate: bool = field(default=False, repr=False)
-    """The result of each head is multiplied by a sigmoid. Its rows follow the head's own in the query projection,
-    or are in a tensor of their own (TensorNames.gate)."""
+    """The result of each head is multiplied by a sigmoid, see TensorNames.gate."""
     recurrent: RecurrentConfig | None = field(default=None, repr=False)
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""

@@ -24,7 +24,8 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three tensors, or one with all three projections; see `grouped_qkv`. "": a layer does without this tensor."""
     gate: str = field(default="", repr=False)
-    """The tensor with the gates of attention's result, a row for each head; "": they are in that of queries."""
+    """The gates of attention, one for each head. "": there is one for each number, and the gates of a head follow its
+    queries in their tensor."""
     q_norm: str = "self_attn.q_norm"
     """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"

@@ -6,15 +6,18 @@ Granite SWA has windows, sinks and layers without rotary positions. HyperCLOVA X
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, layer_windows, number, numbers
-from engine.models.families.llama import llama
 from engine.models.model_config import ModelConfig, RopeConfig, sliding_window
 from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
 
 def granite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    bias = flag(raw, "attention_bias", default=False)
     return replace(
-        llama(plain, raw),
+        plain,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=flag(raw, "mlp_bias", default=False),
         embed_scale=number(raw, "embedding_multiplier", default=1.0),
         attention_scale=number(raw, "attention_multiplier", default=1.0),
         residual_scale=number(raw, "residual_multiplier", default=1.0),

@@ -13,6 +13,7 @@ from checkpoint.multimodal import WRAPPERS
 from checkpoint.rope_override import NO_ROPE_OVERRIDE, RopeOverride
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.experts_config import check_experts
+from engine.models.families.bailing import bailing_moe
 from engine.models.families.bloom import bloom, mpt
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.cohere import cohere, cohere2
@@ -191,6 +192,8 @@ FAMILIES: Mapping[str, Family] = {
     "Jais2ForCausalLM": Family("Jais 2", jais2),
     "NanoChatForCausalLM": Family("nanochat", nanochat, {"final_logit_softcapping": 15.0}),
     "Glm4MoeForCausalLM": Family("GLM-4.5 to 4.7", glm4_moe, {"rms_norm_eps": 1e-5}),
+    "BailingMoeForCausalLM": Family("Ling-lite, Ling-plus", bailing_moe),
+    "BailingMoeV2ForCausalLM": Family("Ling 2.0, Ring 2.0", bailing_moe),
     "OlmoeForCausalLM": Family("OLMoE", olmoe, {"rms_norm_eps": 1e-5}),
     "FlexOlmoForCausalLM": Family("FlexOlmo", flex_olmo, {"rms_norm_eps": 1e-6}),
     "Ernie4_5_MoeForCausalLM": Family("ERNIE 4.5 MoE", ernie4_5_moe),

@@ -143,6 +143,17 @@ def _exaone(tensors: Tensors) -> Tensors:
     )
 
 
+def _bailing(tensors: Tensors) -> Tensors:
+    return _renamed(
+        _fuse_qkv(tensors, "attention.query_key_value", _stacked),
+        embed_tokens="word_embeddings",
+        self_attn__o_proj="attention.dense",
+        self_attn__q_norm="attention.query_layernorm",
+        self_attn__k_norm="attention.key_layernorm",
+        e_score_correction_bias="expert_bias",
+    )
+
+
 def _layer_normed() -> nn.Module:
     model = _native("llama")
     for module in model.modules():
@@ -180,6 +191,17 @@ class Remote:
 
 _EPSLESS = {key: value for key, value in _LLAMA.items() if key not in ("rms_norm_eps", "num_hidden_layers")}
 _LENGTHLESS = {key: value for key, value in _LLAMA.items() if key != "max_position_embeddings"}
+
+_LING: Mapping[str, Any] = _LLAMA | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": False,
+    "use_bias": False,
+    "use_qkv_bias": False,
+}
 
 REMOTE_FAMILIES: Mapping[str, Remote] = {
     "internlm": Remote(
@@ -254,6 +276,39 @@ REMOTE_FAMILIES: Mapping[str, Remote] = {
         },
     ),
     "orion": Remote(_layer_normed, _LLAMA | {"architectures": ["OrionForCausalLM"], "rms_norm_eps": 1e-5}),
+    "ling": Remote(
+        _deepseek, {**_LING, "architectures": ["BailingMoeForCausalLM"], "num_key_value_heads": 4}, _bailing
+    ),
+    "ling2": Remote(
+        lambda: _native(
+            "glm4_moe",
+            head_dim=32,
+            use_qk_norm=True,
+            partial_rotary_factor=0.5,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_shared_experts=2,
+            moe_intermediate_size=32,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            first_k_dense_replace=1,
+        ),
+        {
+            **_LING,
+            "architectures": ["BailingMoeV2ForCausalLM"],
+            "head_dim": 32,
+            "use_qk_norm": True,
+            "use_rmsnorm": True,
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+            "score_function": "sigmoid",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
+        _bailing,
+    ),
     "deepseek": Remote(
         _deepseek,
         _LLAMA

@@ -27,7 +27,7 @@ def bailing_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     norms_heads, bias = flag(raw, "use_qk_norm", default=False), flag(raw, "use_bias", default=False)
     if norms_heads and not flag(raw, "use_rmsnorm", default=False):
         raise ConfigurationError("config.json: use_qk_norm without use_rmsnorm is not supported")
-    stated = {**raw, "n_routed_experts": raw.get("num_experts")}
+    stated = {**raw, "n_routed_experts": integer(raw, "num_experts")}
     is_softmax = text(raw, "score_function", default="softmax") == "softmax"
     experts = deepseek(plain, stated).experts if is_softmax else sigmoid_experts(plain, stated)
     assert experts is not None

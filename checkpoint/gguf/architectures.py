@@ -1,55 +1,11 @@
-"""Architectures of llama.cpp as Hugging Face knows them: names of tensors, and keys of config.json that others lack."""
+"""Architectures of llama.cpp as Hugging Face knows them: names of tensors, and how their numbers are stored."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from checkpoint.gguf.file import GgufFile
-from mesh.domain.errors import ConfigurationError
-
-Config = Mapping[str, Any]
-
-
-class Metadata:
-    """The facts of a file about its model, by their names after that of the architecture."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.architecture = str(file.require("general.architecture"))
-        self._file = file
-
-    def get(self, key: str) -> Any:
-        return self._file.metadata.get(f"{self.architecture}.{key}")
-
-    def require(self, key: str) -> Any:
-        """A value that all layers have. Raises ConfigurationError."""
-        value = self._file.require(f"{self.architecture}.{key}")
-        if isinstance(value, list):
-            if len(set(value)) > 1:
-                raise ConfigurationError(f"{self._file.path}: layers that differ in {key} are not read")
-            value = value[0]
-        return value
-
-    def count(self, key: str) -> int:
-        count = int(self.require(key))
-        if count < 1:
-            raise ConfigurationError(
-                f"{self._file.path} says {self.architecture}.{key} {count}, which must be at least 1"
-            )
-        return count
-
-    @property
-    def kv_heads(self) -> int:
-        heads = self.count("attention.head_count")
-        return self.count("attention.head_count_kv") if self.get("attention.head_count_kv") else heads
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self._file.tensors
-
-
-def decimal(number: float) -> float:
-    """The number of few digits that was rounded to fp32."""
-    return float(f"{number:.7g}")
-
+from checkpoint.gguf import members
+from checkpoint.gguf.members import Metadata
 
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LLAMA = {
@@ -76,6 +32,46 @@ _GEMMA2 = _LLAMA | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA3 = _GEMMA2 | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_BEHIND = _QWEN3 | {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GLM4 = _LLAMA | {
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_HUNYUAN = _LLAMA | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_SEED_OSS = _LLAMA | {"post_attention_norm": "post_attention_layernorm"}
+_LFM2_OUTSIDE = _OUTSIDE | {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+_EXAONE_OUTSIDE = {"token_embd": "transformer.wte", "output_norm": "transformer.ln_f", "output": "lm_head"}
+_EXAONE = {
+    "attn_norm": "ln_1",
+    "attn_q": "attn.attention.q_proj",
+    "attn_k": "attn.attention.k_proj",
+    "attn_v": "attn.attention.v_proj",
+    "attn_output": "attn.attention.out_proj",
+    "ffn_norm": "ln_2",
+    "ffn_gate": "mlp.c_fc_0",
+    "ffn_up": "mlp.c_fc_1",
+    "ffn_down": "mlp.c_proj",
+}
 _PHI3 = _LLAMA | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _PHI2 = _LLAMA | {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
 _STARCODER2 = _LLAMA | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
@@ -128,119 +124,6 @@ _MIXTRAL_EXPERTS = {
 }
 
 
-def _none(metadata: Metadata, config: Config) -> dict[str, Any]:
-    return {}
-
-
-def _llama(metadata: Metadata, config: Config) -> dict[str, Any]:
-    return {"attention_bias": metadata.has("blk.0.attn_q.bias"), "mlp_bias": metadata.has("blk.0.ffn_up.bias")}
-
-
-def _granite(metadata: Metadata, config: Config) -> dict[str, Any]:
-    scale = metadata.get("attention.scale")
-    return _llama(metadata, config) | {
-        "embedding_multiplier": decimal(metadata.get("embedding_scale") or 1.0),
-        "attention_multiplier": decimal(scale) if scale else config["head_dim"] ** -0.5,
-        "residual_multiplier": decimal(metadata.get("residual_scale") or 1.0),
-        "logits_scaling": decimal(metadata.get("logit_scale") or 1.0),
-    }
-
-
-def _mixtral(metadata: Metadata, config: Config) -> dict[str, Any]:
-    return {
-        "num_local_experts": metadata.count("expert_count"),
-        "num_experts_per_tok": metadata.count("expert_used_count"),
-        "sliding_window": None,  # which llama.cpp does not know in models of this kind
-    }
-
-
-def _qwen_moe(metadata: Metadata, config: Config) -> dict[str, Any]:
-    return {
-        "num_experts": metadata.count("expert_count"),
-        "num_experts_per_tok": metadata.count("expert_used_count"),
-        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
-        "norm_topk_prob": metadata.architecture == "qwen3moe",  # as llama.cpp does
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-def _qwen2_moe(metadata: Metadata, config: Config) -> dict[str, Any]:
-    shared = metadata.count("expert_shared_feed_forward_length")
-    return _qwen_moe(metadata, config) | {"shared_expert_intermediate_size": shared}
-
-
-def _phi3(metadata: Metadata, config: Config) -> dict[str, Any]:
-    window, original = metadata.get("attention.sliding_window"), metadata.get("rope.scaling.original_context_length")
-    return {
-        "sliding_window": int(window) if window else None,
-        "original_max_position_embeddings": int(original or metadata.count("context_length")),
-        "pad_token_id": None,  # transformers' default is an id of Phi's own vocabulary
-    }
-
-
-def _gemma2(metadata: Metadata, config: Config) -> dict[str, Any]:
-    # The first files of Gemma 2 do not say its caps. Gemma 3 has none.
-    caps = (50.0, 30.0) if metadata.architecture == "gemma2" else (None, None)
-    # llama.cpp knows the models of 27B by their layers. All others scale by the size of a head.
-    is_27b = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[metadata.architecture]
-    return {
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
-        if is_27b
-        else config["head_dim"],
-        "sliding_window": int(metadata.get("attention.sliding_window") or 4096),
-        "attn_logit_softcapping": metadata.get("attn_logit_softcapping") or caps[0],
-        "final_logit_softcapping": metadata.get("final_logit_softcapping") or caps[1],
-    }
-
-
-def _gemma3(metadata: Metadata, config: Config) -> dict[str, Any]:
-    base = decimal(metadata.get("rope.freq_base_swa") or 10_000.0)
-    return _gemma2(metadata, config) | {"rope_local_base_freq": base, "sliding_window_pattern": 6}
-
-
-def _gpt2(metadata: Metadata, config: Config) -> dict[str, Any]:
-    return {"n_inner": config["intermediate_size"], "multi_query": metadata.architecture == "starcoder"}
-
-
-def _falcon(metadata: Metadata, config: Config) -> dict[str, Any]:
-    return {
-        "new_decoder_architecture": metadata.kv_heads > 1,
-        "num_ln_in_parallel_attn": 2 if metadata.has("blk.0.attn_norm_2.weight") else 1,
-        "num_kv_heads": metadata.kv_heads,
-        "ffn_hidden_size": config["intermediate_size"],
-    }
-
-
-def _rotated_share(config: Config) -> dict[str, Any]:
-    """The rotated share, for families where transformers' default is not the whole head."""
-    return {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
-
-
-def _phi2(metadata: Metadata, config: Config) -> dict[str, Any]:
-    return _rotated_share(config)
-
-
-def _neox(metadata: Metadata, config: Config) -> dict[str, Any]:
-    is_parallel, rotated = metadata.get("use_parallel_residual"), _rotated_share(config)
-    return rotated | {
-        "rotary_pct": rotated["partial_rotary_factor"],
-        "use_parallel_residual": is_parallel is None or bool(is_parallel),
-        "attention_bias": metadata.has("blk.0.attn_qkv.bias"),
-    }
-
-
-def _stablelm(metadata: Metadata, config: Config) -> dict[str, Any]:
-    return _rotated_share(config) | {
-        "use_parallel_residual": not metadata.has("blk.0.ffn_norm.weight"),
-        "use_qkv_bias": metadata.has("blk.0.attn_q.bias"),
-    }
-
-
-def _starcoder2(metadata: Metadata, config: Config) -> dict[str, Any]:
-    return {"use_bias": metadata.has("blk.0.attn_q.bias"), "sliding_window": None}
-
-
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """Names without `.weight` and `.bias`. `modules`: a layer's tensors and its modules, which follow the prefix
@@ -256,7 +139,7 @@ class Architecture:
     class_name: str
     modules: Mapping[str, str] = field(default_factory=lambda: _LLAMA)
     activation: str = "silu"
-    facts: Callable[[Metadata, Config], dict[str, Any]] = _none
+    facts: Callable[[Metadata, members.Config], dict[str, Any]] = members.none
     eps: str = "rms_norm_eps"
     experts: Mapping[str, str] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=lambda: _OUTSIDE)
@@ -267,7 +150,7 @@ class Architecture:
     transposed: bool = False
 
 
-def _gemma(model_type: str, class_name: str, modules: Mapping[str, str], facts: Any = _none) -> Architecture:
+def _gemma(model_type: str, class_name: str, modules: Mapping[str, str], facts: Any = members.none) -> Architecture:
     return Architecture(model_type, class_name, modules, "gelu_pytorch_tanh", facts, norm_offset=1.0)
 
 
@@ -275,48 +158,71 @@ _MIXTRAL = Architecture(
     "mixtral",
     "MixtralForCausalLM",
     _LLAMA | {"ffn_gate_inp": "block_sparse_moe.gate"},
-    facts=_mixtral,
+    facts=members.mixtral,
     experts=_MIXTRAL_EXPERTS,
     rotates_neighbours=True,
 )
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", facts=_llama, rotates_neighbours=True),
+    "llama": Architecture("llama", "LlamaForCausalLM", facts=members.llama, rotates_neighbours=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen2moe": Architecture(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
         _LLAMA | _SHARED_EXPERT | {"ffn_gate_inp": "mlp.gate"},
-        facts=_qwen2_moe,
+        facts=members.qwen2_moe,
         experts=_EXPERTS,
     ),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _QWEN3),
     "qwen3moe": Architecture(
-        "qwen3_moe", "Qwen3MoeForCausalLM", _QWEN3 | {"ffn_gate_inp": "mlp.gate"}, facts=_qwen_moe, experts=_EXPERTS
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _QWEN3 | {"ffn_gate_inp": "mlp.gate"},
+        facts=members.qwen_moe,
+        experts=_EXPERTS,
     ),
-    "granite": Architecture("granite", "GraniteForCausalLM", facts=_granite, rotates_neighbours=True),
+    "granite": Architecture("granite", "GraniteForCausalLM", facts=members.granite, rotates_neighbours=True),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", facts=members.smollm3, rotates_neighbours=True),
+    "minicpm": Architecture("minicpm", "MiniCPMForCausalLM", facts=members.minicpm, rotates_neighbours=True),
+    "arcee": Architecture("arcee", "ArceeForCausalLM", _LLAMA, "relu2", members.llama, rotates_neighbours=True),
+    "jais2": Architecture("jais2", "Jais2ForCausalLM", _LLAMA, "relu2", members.llama, "layer_norm_eps"),
+    "ernie4_5": Architecture("ernie4_5", "Ernie4_5ForCausalLM", facts=members.ernie4_5),
+    "seed_oss": Architecture("seed_oss", "SeedOssForCausalLM", _SEED_OSS, facts=members.seed_oss),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", _GLM4, facts=members.glm4),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", _HUNYUAN, facts=members.llama),
+    "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _BEHIND, facts=members.olmo2),
+    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", _BEHIND, facts=members.exaone4),
+    "exaone": Architecture(
+        "exaone",
+        "ExaoneForCausalLM",
+        _EXAONE,
+        eps="layer_norm_epsilon",
+        outside=_EXAONE_OUTSIDE,
+        layer="transformer.h.{}",
+    ),
+    "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", _LFM2, facts=members.lfm2, eps="norm_eps", outside=_LFM2_OUTSIDE),
     "gemma": _gemma("gemma", "GemmaForCausalLM", _LLAMA),
-    "gemma2": _gemma("gemma2", "Gemma2ForCausalLM", _GEMMA2, _gemma2),
-    "gemma3": _gemma("gemma3_text", "Gemma3ForCausalLM", _GEMMA3, _gemma3),
+    "gemma2": _gemma("gemma2", "Gemma2ForCausalLM", _GEMMA2, members.gemma2),
+    "gemma3": _gemma("gemma3_text", "Gemma3ForCausalLM", _GEMMA3, members.gemma3),
     "phi2": Architecture(
         "phi",
         "PhiForCausalLM",
         _PHI2,
         "gelu_new",
-        _phi2,
+        members.phi2,
         "layer_norm_eps",
         outside=_OUTSIDE | {"output_norm": "model.final_layernorm"},
     ),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM", _PHI3, facts=_phi3),
-    "stablelm": Architecture("stablelm", "StableLmForCausalLM", facts=_stablelm, eps="layer_norm_eps"),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", _PHI3, facts=members.phi3),
+    "stablelm": Architecture("stablelm", "StableLmForCausalLM", facts=members.stablelm, eps="layer_norm_eps"),
     "starcoder2": Architecture(
-        "starcoder2", "Starcoder2ForCausalLM", _STARCODER2, "gelu_pytorch_tanh", _starcoder2, "norm_epsilon"
+        "starcoder2", "Starcoder2ForCausalLM", _STARCODER2, "gelu_pytorch_tanh", members.starcoder2, "norm_epsilon"
     ),
     "starcoder": Architecture(
         "gpt_bigcode",
         "GPTBigCodeForCausalLM",
         _GPT2,
         "gelu_pytorch_tanh",
-        _gpt2,
+        members.gpt2,
         "layer_norm_epsilon",
         outside=_GPT2_OUTSIDE,
         layer="transformer.h.{}",
@@ -326,7 +232,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "GPT2LMHeadModel",
         _GPT2,
         "gelu_new",
-        _gpt2,
+        members.gpt2,
         "layer_norm_epsilon",
         outside=_GPT2_OUTSIDE,
         layer="transformer.h.{}",
@@ -347,7 +253,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "FalconForCausalLM",
         _BLOOM,
         "gelu",
-        _falcon,
+        members.falcon,
         "layer_norm_epsilon",
         outside=_BLOOM_OUTSIDE,
         layer="transformer.h.{}",
@@ -358,7 +264,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "GPTNeoXForCausalLM",
         _NEOX,
         "gelu",
-        _neox,
+        members.neox,
         "layer_norm_eps",
         outside=_NEOX_OUTSIDE,
         layer="gpt_neox.layers.{}",

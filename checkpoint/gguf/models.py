@@ -12,19 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from checkpoint.gguf.architectures import ARCHITECTURES, Metadata, architecture_of, decimal
+from checkpoint.gguf.architectures import ARCHITECTURES, architecture_of
 from checkpoint.gguf.file import FLOAT_TYPES, GgufFile
+from checkpoint.gguf.members import Metadata, decimal
 from mesh.domain.errors import ConfigurationError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
-_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(_exps|\.\d+)?\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?(?:\.[a-z]\w*)?)(_exps|\.\d+)?\.(weight|bias)")
 """Layer, tensor, stacked experts or the number of one, and kind. Files from before 2024 have experts one by one."""
 _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that config.json describes."""
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _ROTATED = ("attn_q", "attn_k")
-_SHARED_GATE = "ffn_gate_inp_shexp"
+_SHARED_GATE, _CONVOLUTION = "ffn_gate_inp_shexp", "shortconv.conv"
 
 _LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Llama 3.1 to 3.3. GGUF has the resulting factors instead."""
@@ -68,7 +69,7 @@ class GgufModel:
         # llama.cpp rotates whole heads in its architecture "llama", and says in older files only how many numbers.
         whole = rotated if metadata.architecture == "llama" else None
         head_dim = int(metadata.get("attention.key_length") or whole or hidden // heads)
-        norm = "rms_epsilon" if architecture.eps == "rms_norm_eps" else "epsilon"
+        eps = metadata.get("attention.layer_norm_rms_epsilon") or metadata.require("attention.layer_norm_epsilon")
         config: dict[str, Any] = {
             "architectures": [architecture.class_name],
             "model_type": architecture.model_type,
@@ -81,7 +82,7 @@ class GgufModel:
             "num_key_value_heads": metadata.kv_heads,
             "hidden_act": architecture.activation,
             "max_position_embeddings": metadata.count("context_length"),
-            architecture.eps: decimal(metadata.require(f"attention.layer_norm_{norm}")),
+            architecture.eps: decimal(eps),
             "rope_theta": decimal(metadata.get("rope.freq_base") or 10_000.0),
             "tie_word_embeddings": self.is_tied,
         }
@@ -130,6 +131,8 @@ class GgufModel:
             return _in_groups(numbers, heads, self._metadata.kv_heads)
         if architecture.transposed and kind in architecture.modules and numbers.ndim > 1:
             return numbers.T
+        if kind == _CONVOLUTION:
+            return numbers[:, None]
         return numbers.reshape(1, -1) if kind == _SHARED_GATE else numbers
 
     def _rope_scaling(self, config: Mapping[str, Any]) -> dict[str, Any] | None:

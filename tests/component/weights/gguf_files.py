@@ -36,8 +36,20 @@ ARCHITECTURES = {
     "BloomForCausalLM": "bloom",
     "FalconForCausalLM": "falcon",
     "GPTNeoXForCausalLM": "gptneox",
+    "SmolLM3ForCausalLM": "smollm3",
+    "MiniCPMForCausalLM": "minicpm",
+    "ArceeForCausalLM": "arcee",
+    "Jais2ForCausalLM": "jais2",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "SeedOssForCausalLM": "seed_oss",
+    "Glm4ForCausalLM": "glm4",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense",
+    "Olmo2ForCausalLM": "olmo2",
+    "Exaone4ForCausalLM": "exaone4",
+    "ExaoneForCausalLM": "exaone",
+    "Lfm2ForCausalLM": "lfm2",
 }
-_NEIGHBOURS = ("llama", "granite")
+_NEIGHBOURS = ("llama", "granite", "smollm3", "minicpm", "arcee")
 """Architectures of llama.cpp that rotate neighbours."""
 _UNGROUPED = ("bloom", "falcon", "gptneox")
 """Architectures whose fused projections llama.cpp has in another order than Hugging Face."""
@@ -111,7 +123,11 @@ def _describe(writer: gguf.GGUFWriter, raw: Mapping[str, Any], config: ModelConf
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
+    if config.recurrent is None:
+        writer.add_head_count_kv(config.num_kv_heads)
+    else:
+        writer.add_head_count_kv([0 if is_conv else config.num_kv_heads for is_conv in config.recurrent.layers])
+        writer.add_shortconv_l_cache(config.recurrent.kernel)
     if raw.get("head_dim"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
@@ -130,6 +146,10 @@ def _describe(writer: gguf.GGUFWriter, raw: Mapping[str, Any], config: ModelConf
         writer.add_embedding_scale(raw["embedding_multiplier"])
         writer.add_residual_scale(raw["residual_multiplier"])
         writer.add_logit_scale(raw["logits_scaling"])
+    if writer.arch == "minicpm":
+        writer.add_embedding_scale(config.embed_scale)
+        writer.add_residual_scale(config.residual_scale)
+        writer.add_logit_scale(1.0 / config.logit_scale)
     rope = raw.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     if (scaled := rope.get("rope_type")) in ("linear", "yarn"):
@@ -196,6 +216,7 @@ def _as_llama_cpp(
         if architecture == "gpt2" and ".h." in name and name.endswith(".weight") and numbers.ndim == 2:
             numbers = np.ascontiguousarray(numbers.T)
         name = name.removeprefix("transformer.") if architecture == "bloom" else name
+        numbers = numbers.squeeze(1) if numbers.ndim > 2 else numbers  # convolutions
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             numbers = numbers + 1
         found[table.get_name(name, (".weight", ".bias"))] = numbers

@@ -18,8 +18,9 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from checkpoint.gguf.architectures import ARCHITECTURES, Metadata
+from checkpoint.gguf.architectures import ARCHITECTURES
 from checkpoint.gguf.file import GgufFile, open_gguf
+from checkpoint.gguf.members import Metadata
 from checkpoint.gguf.tokenizer import _WORDS
 from checkpoint.model_facts import read_model_facts
 from checkpoint.partition_manifest import MANIFEST
@@ -33,7 +34,14 @@ from tandem_cli.main import main
 from tandem_cli.model_files.convert_folder import convert_folder
 from tandem_cli.model_files.convert_gguf import convert_gguf
 from tests.component.arms import settings
-from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, llama_like, randomise, save_tokenizer
+from tests.component.checkpoints import (
+    FAMILIES,
+    OTHER_FAMILIES,
+    build_checkpoint,
+    llama_like,
+    randomise,
+    save_tokenizer,
+)
 from tests.component.parity import check_parity
 from tests.component.test_tokenizer_files import TEXTS
 from tests.component.weights.gguf_files import write_gguf, write_sentencepiece
@@ -53,7 +61,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     for name in (
         *("llama", "llama-tied", "llama-biases", "llama-multi-query", "llama-linear", "llama-yarn", "qwen2", "qwen3"),
         *("qwen3-moe", "gemma", "phi3", "phi3-longrope", "phi", "granite", "stablelm", "gpt2", "gpt-bigcode", "bloom"),
-        *("falcon-7b", "falcon-40b", "falcon-11b", "gpt-neox", "gpt-neox-sequential"),
+        *("falcon-7b", "falcon-40b", "falcon-11b", "gpt-neox", "gpt-neox-sequential", "jais2"),
     )
 }
 MODELS |= {
@@ -63,6 +71,22 @@ MODELS |= {
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48
     ),
     "starcoder2": lambda: llama_like("starcoder2"),
+    "smollm3": lambda: llama_like("smollm3", num_hidden_layers=5),
+    "arcee": lambda: llama_like("arcee"),
+    "ernie4-5": lambda: llama_like("ernie4_5", head_dim=32, tie_word_embeddings=False),
+    "seed-oss": lambda: llama_like("seed_oss", head_dim=32),
+    "glm4": lambda: llama_like("glm4", head_dim=32, pad_token_id=None, attention_bias=True),
+    "hunyuan": lambda: llama_like("hunyuan_v1_dense", head_dim=32),
+    "olmo2": lambda: llama_like("olmo2"),
+    "exaone4": lambda: llama_like("exaone4", sliding_window=None, layer_types=["full_attention"] * 3),
+    "exaone4-windows": lambda: llama_like("exaone4", num_hidden_layers=5, sliding_window=12),
+    "lfm2": lambda: llama_like(
+        "lfm2",
+        layer_types=["conv", "full_attention", "conv"],
+        block_auto_adjust_ff_dim=False,
+        intermediate_size=96,
+        tie_word_embeddings=False,
+    ),
     "gemma2": lambda: llama_like("gemma2", **_GEMMA),
     "gemma3": lambda: llama_like("gemma3_text", num_hidden_layers=7, rope_local_base_freq=10_000.0, **_GEMMA),
 }
@@ -85,9 +109,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "exaone", "minicpm"])
 def test_a_model_becomes_what_it_was(name: str, tmp_path: Path) -> None:
-    model_dir, out = write_model(MODELS[name](), tmp_path / "model"), tmp_path / "out"
+    model_dir, out = tmp_path / "model", tmp_path / "out"
+    if name in MODELS:
+        write_model(MODELS[name](), model_dir)
+    else:  # transformers has no class for it
+        build_checkpoint(name, model_dir)
     path = write_gguf(model_dir, tmp_path / "model.gguf")
     assert main(["convert", str(path), str(out)]) == 0
     assert load_config(out) == load_config(model_dir)
@@ -132,7 +160,7 @@ def test_old_files_become_what_they_were(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
-@pytest.mark.parametrize("name", ["llama3", "mixtral", "qwen2-moe", "falcon-40b", "granite", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3", "mixtral", "qwen2-moe", "falcon-40b", "granite", "gpt2", "lfm2", "glm4"])
 def test_what_is_converted_is_served(name: str, tmp_path: Path) -> None:
     model_dir, out = write_model(MODELS[name](), tmp_path / "model"), tmp_path / "out"
     main(["convert", str(write_gguf(model_dir, tmp_path / "model.gguf")), str(out)])

@@ -41,6 +41,34 @@ _GLM4 = _LLAMA | {
     "post_ffw_norm": "post_mlp_layernorm",
     "ffn_up": "mlp.gate_up_proj",
 }
+_SHARED_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_CHOICE = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+_NEXT = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_norm": "shared_head.norm",
+    "nextn.shared_head_head": "shared_head.head",
+}
+_GLM4_MOE = _QWEN3 | _SHARED_EXPERTS | _CHOICE | _NEXT | {"post_attention_norm": "post_attention_layernorm"}
+_BAILING = (
+    _LLAMA
+    | _SHARED_EXPERTS
+    | _NEXT
+    | {
+        "attn_qkv": "attention.query_key_value",
+        "attn_output": "attention.dense",
+        "attn_q_norm": "attention.query_layernorm",
+        "attn_k_norm": "attention.key_layernorm",
+        "exp_probs_b": "mlp.gate.expert_bias",
+    }
+)
 _HUNYUAN = _LLAMA | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 _SEED_OSS = _LLAMA | {"post_attention_norm": "post_attention_layernorm"}
 _LFM2_OUTSIDE = _OUTSIDE | {"token_embd_norm": "model.embedding_norm", "output_norm": "model.embedding_norm"}
@@ -60,6 +88,7 @@ _LFM2 = {
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
 }
+_LFM2_MOE = _LFM2 | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b": "feed_forward.expert_bias"}
 _EXAONE_OUTSIDE = {"token_embd": "transformer.wte", "output_norm": "transformer.ln_f", "output": "lm_head"}
 _EXAONE = {
     "attn_norm": "ln_1",
@@ -116,6 +145,11 @@ _EXPERTS = {
     "ffn_gate": "mlp.experts.{}.gate_proj",
     "ffn_up": "mlp.experts.{}.up_proj",
     "ffn_down": "mlp.experts.{}.down_proj",
+}
+_LFM2_EXPERTS = {
+    "ffn_gate": "feed_forward.experts.{}.w1",
+    "ffn_up": "feed_forward.experts.{}.w3",
+    "ffn_down": "feed_forward.experts.{}.w2",
 }
 _MIXTRAL_EXPERTS = {
     "ffn_gate": "block_sparse_moe.experts.{}.w1",
@@ -200,6 +234,37 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         layer="transformer.h.{}",
     ),
     "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", _LFM2, facts=members.lfm2, eps="norm_eps", outside=_LFM2_OUTSIDE),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        _LFM2_MOE,
+        facts=members.lfm2_moe,
+        eps="norm_eps",
+        experts=_LFM2_EXPERTS,
+        outside=_LFM2_OUTSIDE,
+    ),
+    "glm4moe": Architecture("glm4_moe", "Glm4MoeForCausalLM", _GLM4_MOE, facts=members.glm4_moe, experts=_EXPERTS),
+    "dots1": Architecture(
+        "dots1", "Dots1ForCausalLM", _QWEN3 | _SHARED_EXPERTS | _CHOICE, facts=members.dots1, experts=_EXPERTS
+    ),
+    "bailingmoe2": Architecture(
+        "bailing_moe",
+        "BailingMoeV2ForCausalLM",
+        _BAILING,
+        facts=members.bailing_moe2,
+        experts=_EXPERTS,
+        outside=_OUTSIDE | {"token_embd": "model.word_embeddings"},
+    ),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        _LLAMA | _SHARED_EXPERTS | {"exp_probs_b": "mlp.moe_statics.e_score_correction_bias"},
+        facts=members.ernie4_5_moe,
+        experts=_EXPERTS,
+    ),
+    "olmoe": Architecture(
+        "olmoe", "OlmoeForCausalLM", _QWEN3 | {"ffn_gate_inp": "mlp.gate"}, facts=members.olmoe, experts=_EXPERTS
+    ),
     "gemma": _gemma("gemma", "GemmaForCausalLM", _LLAMA),
     "gemma2": _gemma("gemma2", "Gemma2ForCausalLM", _GEMMA2, members.gemma2),
     "gemma3": _gemma("gemma3_text", "Gemma3ForCausalLM", _GEMMA3, members.gemma3),

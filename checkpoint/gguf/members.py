@@ -150,6 +150,90 @@ def qwen2_moe(metadata: Metadata, config: Config) -> dict[str, Any]:
     return qwen_moe(metadata, config) | {"shared_expert_intermediate_size": shared}
 
 
+_SIGMOID = 2
+"""In `expert_gating_func`: experts are chosen by sigmoids."""
+
+
+def sigmoid_experts(metadata: Metadata, config: Config) -> dict[str, Any]:
+    """Experts as DeepSeek V3 has them, in its words. The last layers may be of multi-token prediction."""
+    if metadata.get("expert_gating_func") != _SIGMOID:
+        raise metadata.error(f"experts of {metadata.architecture} that no sigmoid chooses are not read")
+    behind = int(metadata.get("nextn_predict_layers") or 0)
+    return {
+        "num_hidden_layers": config["num_hidden_layers"] - behind,
+        "num_nextn_predict_layers": behind,
+        "n_routed_experts": metadata.count("expert_count"),
+        "n_shared_experts": int(metadata.get("expert_shared_count") or 0),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "first_k_dense_replace": int(metadata.get("leading_dense_block_count") or 0),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm")),
+        "routed_scaling_factor": decimal(metadata.get("expert_weights_scale") or 1.0),
+        "n_group": int(metadata.get("expert_group_count") or 1),
+        "topk_group": int(metadata.get("expert_group_used_count") or 1),
+    }
+
+
+def glm4_moe(metadata: Metadata, config: Config) -> dict[str, Any]:
+    return sigmoid_experts(metadata, config) | {
+        "attention_bias": metadata.has("blk.0.attn_q.bias"),
+        "use_qk_norm": metadata.has("blk.0.attn_q_norm.weight"),
+        "pad_token_id": None,
+    }
+
+
+def dots1(metadata: Metadata, config: Config) -> dict[str, Any]:
+    return sigmoid_experts(metadata, config) | {"sliding_window": None}
+
+
+def bailing_moe2(metadata: Metadata, config: Config) -> dict[str, Any]:
+    facts = sigmoid_experts(metadata, config)
+    num_shared = facts.pop("n_shared_experts")
+    return facts | {
+        "num_experts": facts.pop("n_routed_experts"),
+        "num_shared_experts": num_shared,
+        "moe_shared_expert_intermediate_size": int(
+            metadata.get("expert_shared_feed_forward_length") or facts["moe_intermediate_size"]
+        ),
+        "score_function": "sigmoid",
+        "use_qk_norm": True,
+        "use_rmsnorm": True,
+        "use_bias": False,
+        "use_qkv_bias": metadata.has("blk.0.attn_qkv.bias"),
+    }
+
+
+def ernie4_5_moe(metadata: Metadata, config: Config) -> dict[str, Any]:
+    return {
+        "moe_num_experts": metadata.count("expert_count"),
+        "moe_k": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "moe_num_shared_experts": int(metadata.get("expert_shared_count") or 0),
+        "moe_layer_start_index": int(metadata.get("leading_dense_block_count") or 0),
+        "moe_layer_end_index": config["num_hidden_layers"] - 1,
+        "moe_layer_interval": int(metadata.get("interleave_moe_layer_step") or 1),
+        "use_bias": False,
+    }
+
+
+def olmoe(metadata: Metadata, config: Config) -> dict[str, Any]:
+    # llama.cpp has shares of OLMoE as the softmax gives them.
+    counts = {"num_experts": metadata.count("expert_count"), "num_experts_per_tok": metadata.count("expert_used_count")}
+    return llama(metadata, config) | counts | {"norm_topk_prob": False}
+
+
+def lfm2_moe(metadata: Metadata, config: Config) -> dict[str, Any]:
+    return lfm2(metadata, config) | {
+        "num_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "num_dense_layers": int(metadata.get("leading_dense_block_count") or 0),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+        "routed_scaling_factor": decimal(metadata.get("expert_weights_scale") or 1.0),
+    }
+
+
 def phi3(metadata: Metadata, config: Config) -> dict[str, Any]:
     window, original = metadata.get("attention.sliding_window"), metadata.get("rope.scaling.original_context_length")
     return {

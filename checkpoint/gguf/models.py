@@ -25,7 +25,7 @@ _ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_
 """Tensors that config.json describes."""
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _ROTATED = ("attn_q", "attn_k")
-_SHARED_GATE, _CONVOLUTION = "ffn_gate_inp_shexp", "shortconv.conv"
+_SHARED_GATE, _CONVOLUTION, _CHOICE_BIAS = "ffn_gate_inp_shexp", "shortconv.conv", "exp_probs_b"
 
 _LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of Llama 3.1 to 3.3. GGUF has the resulting factors instead."""
@@ -111,7 +111,7 @@ class GgufModel:
                 f"{self._file.path}: tensor {name} is not known in models of {self._metadata.architecture}"
             )
         prefix = "" if layer is None else f"{architecture.layer.format(layer)}."
-        target = f"{prefix}{table[kind]}.{suffix}"
+        target = prefix + table[kind] + ("" if kind == _CHOICE_BIAS else f".{suffix}")
         if expert is None:
             yield target, self._as_stored(kind, target, numbers)
         elif expert == "_exps":
@@ -133,7 +133,8 @@ class GgufModel:
             return numbers.T
         if kind == _CONVOLUTION:
             return numbers[:, None]
-        return numbers.reshape(1, -1) if kind == _SHARED_GATE else numbers
+        is_row = kind == _SHARED_GATE or "moe_statics" in target
+        return numbers.reshape(1, -1) if is_row else numbers
 
     def _rope_scaling(self, config: Mapping[str, Any]) -> dict[str, Any] | None:
         """`rope_scaling` of config.json. Raises ConfigurationError for factors that no such entry describes."""

@@ -143,9 +143,26 @@ def _exaone(tensors: Tensors) -> Tensors:
     )
 
 
+def one_by_one(tensors: Tensors) -> Tensors:
+    """Experts that transformers stacks."""
+    result: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            names = ("gate_proj", "up_proj")
+        elif name.endswith("experts.down_proj"):
+            names = ("down_proj",)
+        else:
+            result[name] = tensor
+            continue
+        for number, matrix in enumerate(tensor):
+            parts = zip(names, matrix.chunk(len(names)), strict=True)
+            result |= {f"{name.rpartition('.')[0]}.{number}.{part}.weight": rows.contiguous() for part, rows in parts}
+    return result
+
+
 def _bailing(tensors: Tensors) -> Tensors:
     return _renamed(
-        _fuse_qkv(tensors, "attention.query_key_value", _stacked),
+        _fuse_qkv(one_by_one(tensors), "attention.query_key_value", _stacked),
         embed_tokens="word_embeddings",
         self_attn__o_proj="attention.dense",
         self_attn__q_norm="attention.query_layernorm",
@@ -282,7 +299,7 @@ REMOTE_FAMILIES: Mapping[str, Remote] = {
     "ling2": Remote(
         lambda: _native(
             "glm4_moe",
-            head_dim=32,
+            head_dim=16,
             use_qk_norm=True,
             partial_rotary_factor=0.5,
             n_routed_experts=8,
@@ -297,7 +314,7 @@ REMOTE_FAMILIES: Mapping[str, Remote] = {
         {
             **_LING,
             "architectures": ["BailingMoeV2ForCausalLM"],
-            "head_dim": 32,
+            "head_dim": 16,
             "use_qk_norm": True,
             "use_rmsnorm": True,
             "partial_rotary_factor": 0.5,

@@ -12,6 +12,7 @@ from gguf.quants import quantize
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from engine.models.experts_config import ExpertsConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_decoder_config
 
@@ -48,6 +49,12 @@ ARCHITECTURES = {
     "Exaone4ForCausalLM": "exaone4",
     "ExaoneForCausalLM": "exaone",
     "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2moe",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "Dots1ForCausalLM": "dots1",
+    "BailingMoeV2ForCausalLM": "bailingmoe2",
+    "Ernie4_5_MoeForCausalLM": "ernie4_5-moe",
+    "OlmoeForCausalLM": "olmoe",
 }
 _NEIGHBOURS = ("llama", "granite", "smollm3", "minicpm", "arcee")
 """Architectures of llama.cpp that rotate neighbours."""
@@ -64,9 +71,10 @@ def write_gguf(
     raw, config = json.loads((model_dir / "config.json").read_text()), load_decoder_config(model_dir)
     architecture = ARCHITECTURES[raw["architectures"][0]]
     writer = gguf.GGUFWriter(path, architecture)
-    _describe(writer, raw, config)
+    weights = _weights(model_dir)
+    _describe(writer, raw, config, behind=sum(name.endswith("eh_proj.weight") for name in weights))
     _write_vocabulary(writer, model_dir, words)
-    tensors = _as_llama_cpp(_weights(model_dir), architecture, config, is_from_2023=is_from_2023)
+    tensors = _as_llama_cpp(weights, architecture, config, is_from_2023=is_from_2023)
     _finish(writer, model_dir, config, tensors, kind)
     return path
 
@@ -117,10 +125,13 @@ def _kind(model: Any, id_: int) -> gguf.TokenType:
     return gguf.TokenType.CONTROL if model.is_control(id_) else gguf.TokenType.NORMAL
 
 
-def _describe(writer: gguf.GGUFWriter, raw: Mapping[str, Any], config: ModelConfig) -> None:
+def _describe(writer: gguf.GGUFWriter, raw: Mapping[str, Any], config: ModelConfig, behind: int = 0) -> None:
+    """`behind`: layers of multi-token prediction."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
+    writer.add_block_count(config.num_layers + behind)
+    if behind:
+        writer.add_nextn_predict_layers(behind)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
     if config.recurrent is None:
@@ -161,15 +172,34 @@ def _describe(writer: gguf.GGUFWriter, raw: Mapping[str, Any], config: ModelConf
         writer.add_sliding_window(raw["sliding_window"])
     if config.experts:
         writer.add_expert_count(config.experts.num_experts)
-        writer.add_expert_used_count(raw["num_experts_per_tok"])
-        if raw["model_type"] != "mixtral":
-            writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+        writer.add_expert_used_count(config.experts.top_k)
+        if writer.arch not in ("llama", "olmoe"):
+            writer.add_expert_feed_forward_length(config.experts.intermediate_size)
         if config.experts.shared_size:
-            writer.add_expert_shared_feed_forward_length(config.experts.shared_size)
+            num_shared = config.experts.shared_size // config.experts.intermediate_size
+            size = config.experts.shared_size // (num_shared if writer.arch == "bailingmoe2" else 1)
+            writer.add_expert_shared_feed_forward_length(size)
+            writer.add_expert_shared_count(num_shared)
+        if config.experts.choice_bias:
+            _describe_choice(writer, config.experts)
     if raw.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(raw["attn_logit_softcapping"])
     if raw.get("final_logit_softcapping"):
         writer.add_final_logit_softcapping(raw["final_logit_softcapping"])
+
+
+def _describe_choice(writer: gguf.GGUFWriter, experts: ExpertsConfig) -> None:
+    """Of experts that are chosen with a bias."""
+    kinds = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
+    writer.add_expert_gating_func(kinds[experts.scoring])
+    writer.add_leading_dense_block_count(experts.layers.index(True))
+    writer.add_expert_weights_norm(experts.normalised)
+    writer.add_expert_weights_scale(experts.routed_scale)
+    if experts.num_groups > 1:
+        writer.add_expert_group_count(experts.num_groups)
+        writer.add_expert_group_used_count(experts.top_groups)
+    if writer.arch == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(1)
 
 
 def _write_vocabulary(writer: gguf.GGUFWriter, model_dir: Path, words: str) -> None:
@@ -200,7 +230,7 @@ def _as_llama_cpp(
     tensors: Mapping[str, Numbers], architecture: str, config: ModelConfig, *, is_from_2023: bool = False
 ) -> dict[str, Numbers]:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    table = gguf.get_tensor_name_map(arch, config.num_layers)
+    table = gguf.get_tensor_name_map(arch, config.num_layers + 1)
     found: dict[str, Numbers] = {}
     experts: dict[str, dict[int, Numbers]] = {}
     for name, numbers in tensors.items():
@@ -219,9 +249,12 @@ def _as_llama_cpp(
         numbers = numbers.squeeze(1) if numbers.ndim > 2 else numbers  # convolutions
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             numbers = numbers + 1
-        found[table.get_name(name, (".weight", ".bias"))] = numbers
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
+            found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = numbers.ravel()
+            continue
+        found[_named(table, name)] = numbers
     for name, matrices in experts.items():
-        of_experts = table.get_name(name, (".weight",))
+        of_experts = _named(table, name)
         if is_from_2023:
             found |= {of_experts.replace("_exps", f".{number}"): matrix for number, matrix in matrices.items()}
         else:
@@ -229,6 +262,14 @@ def _as_llama_cpp(
     if is_from_2023:
         found.setdefault("output.weight", found["token_embd.weight"])
     return found
+
+
+def _named(table: gguf.TensorNameMap, name: str) -> str:
+    """The table has w1 to w3 of experts without "model."."""
+    suffixes = (".weight", ".bias")
+    found = table.get_name(name, suffixes) or table.get_name(name.removeprefix("model."), suffixes)
+    assert found is not None, name
+    return str(found)
 
 
 def _ungrouped(numbers: Numbers, config: ModelConfig) -> Numbers:

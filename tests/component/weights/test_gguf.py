@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -43,6 +43,7 @@ from tests.component.checkpoints import (
     save_tokenizer,
 )
 from tests.component.parity import check_parity
+from tests.component.remote_families import one_by_one
 from tests.component.test_tokenizer_files import TEXTS
 from tests.component.weights.gguf_files import write_gguf, write_sentencepiece
 from tests.fakes.tokenizers import TEXT, write_llama
@@ -56,6 +57,15 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 _GEMMA = {"head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 32}
+_SIGMOID = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     name: (FAMILIES | OTHER_FAMILIES)[name]
     for name in (
@@ -80,6 +90,22 @@ MODELS |= {
     "olmo2": lambda: llama_like("olmo2"),
     "exaone4": lambda: llama_like("exaone4", sliding_window=None, layer_types=["full_attention"] * 3),
     "exaone4-windows": lambda: llama_like("exaone4", num_hidden_layers=5, sliding_window=12),
+    "glm4-moe": lambda: llama_like("glm4_moe", **_SIGMOID, head_dim=32, use_qk_norm=True, pad_token_id=None),
+    "dots1": lambda: llama_like("dots1", **_SIGMOID, num_key_value_heads=4, sliding_window=None),
+    "ernie4-5-moe": lambda: llama_like(
+        "ernie4_5_moe", moe_num_experts=8, moe_k=3, moe_intermediate_size=32, tie_word_embeddings=False
+    ),
+    "olmoe": lambda: llama_like(
+        "olmoe", num_key_value_heads=4, num_experts=8, num_experts_per_tok=3, intermediate_size=32
+    ),
+    "lfm2-moe": lambda: llama_like(
+        "lfm2_moe",
+        layer_types=["conv", "full_attention", "conv"],
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        num_dense_layers=1,
+    ),
     "lfm2": lambda: llama_like(
         "lfm2",
         layer_types=["conv", "full_attention", "conv"],
@@ -109,7 +135,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", [*MODELS, "exaone", "minicpm"])
+@pytest.mark.parametrize("name", [*MODELS, "exaone", "minicpm", "ling2"])
 def test_a_model_becomes_what_it_was(name: str, tmp_path: Path) -> None:
     model_dir, out = tmp_path / "model", tmp_path / "out"
     if name in MODELS:
@@ -128,6 +154,19 @@ def test_a_model_becomes_what_it_was(name: str, tmp_path: Path) -> None:
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).state_dict()
         for key, tensor in found.items():
             torch.testing.assert_close(theirs[key], tensor, rtol=0.0, atol=3e-7, msg=key)
+
+
+def test_layers_of_multi_token_prediction_are_kept(tmp_path: Path) -> None:
+    model_dir, out = tmp_path / "model", tmp_path / "out"
+    build_checkpoint("glm4-moe-mtp", model_dir)
+    tensors = one_by_one(weights(model_dir))
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    assert main(["convert", str(write_gguf(model_dir, tmp_path / "model.gguf")), str(out)]) == 0
+    assert load_config(out) == load_config(model_dir)
+    found = weights(out)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert any("eh_proj" in name for name in found)
 
 
 @pytest.mark.parametrize(

@@ -235,11 +235,13 @@ def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         return "float32"
     if (partition := read_partition(settings.model_dir)) is not None:
         return partition.dtype
-    quantization = read_quantization(settings.model_dir)
+    quantization, is_kept = read_quantization(settings.model_dir), settings.load_format == "dummy"
     if quantization is not None and not quantization.is_mxfp4 and _is_quantized(settings, config):
-        return "float32"
+        if not quantization.is_bitsandbytes:
+            return "float32"
+        is_kept = True  # dequantised to that dtype, as its authors and transformers do
     in_own_dtype = replace(settings, dtype=config.dtype)
-    is_kept = settings.load_format == "dummy" or not rounded_to(in_own_dtype, config)
+    is_kept = is_kept or not rounded_to(in_own_dtype, config)
     return config.dtype if is_kept and _is_compiled(in_own_dtype, config) else "float32"
 
 

@@ -143,9 +143,11 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
     stored = open_stored(model_dir, specs)
     matrices = [spec for spec in specs if len(spec.shape) > 1 and not spec.in_fp32]
     sources = {source.name for spec in matrices for source in spec.sources}
-    if dtype == "bfloat16" and (quantization := read_quantization(model_dir)) is not None:  # holds any number of MXFP4
+    if (quantization := read_quantization(model_dir)) is not None:
         modules = find_modules(specs, stored, quantization)
-        sources -= {name for name, module in modules.items() if module.is_mxfp4}
+        if any(not module.is_mxfp4 for module in modules.values()):  # whatever dtype packed numbers are said to have
+            return False
+        sources -= modules.keys() if dtype == "bfloat16" else set()  # which holds any number of MXFP4
     names = {stored_name(name, stored) for name in sources}
     if any(name not in stored or stored[name].dtype != _STORED_NAMES[dtype] for name in names):
         return False

@@ -289,9 +289,9 @@ class _Reader:
             module = self._modules.get(source.name)
             if module is not None and module.storage.is_int8:
                 matrix = self._quantized(source)
-                weight[rows], scales[rows] = matrix.values, matrix.scales[:, 0]
+                weight[rows], scales[rows] = matrix.values, matrix.scales[:, 0] * matrix.factor
                 if not is_finite(scales[rows]):
-                    raise ConfigurationError(why_not_finite(scales[rows], module.parts["weight_scale"]))
+                    raise ConfigurationError(why_not_finite(scales[rows], module.scales_name))
                 matrix.require_finite(module.name)
                 self._release()
             else:

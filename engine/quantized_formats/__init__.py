@@ -7,6 +7,6 @@ storage.py              MatrixStorage: how a matrix is stored; Quantization: whi
 matrix.py               QuantizedMatrix: integers (or fp8), scales and zeros of one matrix; exact dequantisation
 awq.py, gptq.py,        formats: the tensors that a matrix is stored in, and how they become a QuantizedMatrix
 compressed_tensors.py,
-mxfp4.py
+mxfp4.py, bitsandbytes.py
 modules.py              finds, checks and reads the tensors of one module
 """

@@ -87,6 +87,18 @@ def _fbgemm_fp8(raw: RawConfig) -> Quantization:
     return Quantization("fbgemm_fp8", (ModuleGroup(("Linear",), MatrixStorage("plain", 8, is_float=True)),))
 
 
+def _bitsandbytes(raw: RawConfig) -> Quantization:
+    in_4_bits, in_8_bits = (flag(raw, name, default=False) for name in ("load_in_4bit", "load_in_8bit"))
+    if in_4_bits == in_8_bits:
+        raise ConfigurationError("one of load_in_4bit and load_in_8bit must be true")
+    target_names(raw.get("llm_int8_skip_modules") or [], "llm_int8_skip_modules")  # the tensors tell
+    if in_8_bits:
+        return Quantization("bitsandbytes", (ModuleGroup(("Linear",), MatrixStorage("bnb-8bit", 8)),))
+    kind = require(raw, "bnb_4bit_quant_type", "nf4", "fp4", default="fp4")
+    storage = MatrixStorage("bnb-4bit", 4, is_float=True)
+    return Quantization(f"bitsandbytes {kind}", (ModuleGroup(("Linear",), storage),))
+
+
 def _mxfp4(raw: RawConfig) -> Quantization:
     storage = MatrixStorage("mxfp4", 4, block_inputs=32, is_float=True)
     return Quantization("mxfp4", (ModuleGroup((r"re:.*\.experts\.",), storage),))
@@ -99,4 +111,5 @@ _METHODS: Mapping[str, Callable[[RawConfig], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
     "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
 }

@@ -26,8 +26,8 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor that a format stores for a matrix, with the dtypes and shapes that it may have. It is called as its key
-    in `Parts`, or one of `aliases`.
+    """A tensor that a format stores for a matrix, with the dtypes and shapes that it may have; without `shapes`, its
+    reader checks them. It is called as its key in `Parts`, or one of `aliases`.
     """
 
     dtypes: tuple[str, ...]
@@ -45,13 +45,16 @@ class QuantizedMatrix:
     is groups[input]. Without `groups`, the inputs are divided into equal groups in their order.
 
     values: [outputs, inputs], integers or fp8; scales: [outputs, num_groups] fp32; zeros: as scales, or None for 0;
-    groups: int64 [inputs].
+    groups: int64 [inputs]. With `levels`, fp32 and of 16 numbers, `values` number the levels that count in their place.
+    `factor` multiplies every number at last.
     """
 
     values: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     groups: Tensor | None = None
+    levels: Tensor | None = None
+    factor: float = 1.0
 
     def select(self, outputs: slice | Tensor) -> "QuantizedMatrix":
         """The matrix with these outputs, in this order."""
@@ -100,10 +103,12 @@ class QuantizedMatrix:
         for first in range(0, num_outputs, rows_at_once):
             rows = self.select(slice(first, first + rows_at_once))
             out = result[first : first + rows_at_once]
-            out.copy_(rows.values)
+            out.copy_(rows.values if self.levels is None else self.levels[rows.values.int()])
             if rows.zeros is not None:
                 out.sub_(self._spread(rows.zeros))
             out.mul_(self._spread(rows.scales))
+            if self.factor != 1.0:
+                out.mul_(self.factor)
         return result
 
     def require_finite(self, name: str) -> None:

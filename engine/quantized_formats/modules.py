@@ -8,7 +8,7 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
 from engine.kernels.cpu.machine import LANES
-from engine.quantized_formats import awq, compressed_tensors, gptq, mxfp4
+from engine.quantized_formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
 from engine.quantized_formats.storage import Format, MatrixStorage, Quantization
 from mesh.domain.errors import ConfigurationError
@@ -17,7 +17,9 @@ StoredTensors = Mapping[str, StoredTensor]
 
 _MATRICES = ("weight", "qweight", "weight_packed")
 """Names of the tensor that holds the numbers of a module's matrix; each module has one of them."""
-_SCALES = ("weight_scale", "weight_scale_inv")
+_QUANTIZED = tuple(f".{part}" for part in (*_MATRICES[1:], bitsandbytes.ABSMAX))
+"""Ends of names that only tensors of quantised modules have."""
+_SCALES = ("weight_scale", "weight_scale_inv", "SCB")
 _UNUSED_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
 """Scales of activations, which are computed here from the activations themselves."""
 
@@ -35,6 +37,8 @@ _READERS: Mapping[Format, _Reader] = {
     "packed": _Reader(compressed_tensors.packed_parts, compressed_tensors.read_packed),
     "plain": _Reader(compressed_tensors.plain_parts, compressed_tensors.read_plain),
     "mxfp4": _Reader(mxfp4.parts, mxfp4.read),
+    "bnb-4bit": _Reader(bitsandbytes.parts_4bit, bitsandbytes.read_4bit),
+    "bnb-8bit": _Reader(bitsandbytes.parts_8bit, bitsandbytes.read_8bit),
 }
 
 
@@ -57,6 +61,11 @@ class QuantizedModule:
         storage, group = self.storage, self.storage.block_inputs or self.shape[1]
         is_plain = storage.format == "plain" and storage.is_symmetric and not storage.has_group_index
         return group if is_plain and self.dtype == "F8_E4M3" and group % LANES == 0 else None
+
+    @property
+    def scales_name(self) -> str:
+        """The tensor with the scales of a matrix in int8."""
+        return self.parts["weight_scale" if "weight_scale" in self.parts else "SCB"]
 
     @property
     def is_mxfp4(self) -> bool:
@@ -82,9 +91,10 @@ def find_module(
     with the file and the tensor if config.json and the tensors do not fit.
     """
     matrices = [f"{name}.{matrix}" for matrix in _MATRICES if f"{name}.{matrix}" in stored]
-    if matrices == [f"{name}.weight"] and quantization is not None and _is_float(stored[matrices[0]]):
+    is_plain = matrices == [f"{name}.weight"] and not is_packed(name, stored)
+    if is_plain and quantization is not None and _is_float(stored[matrices[0]]):
         _require_no_scales(name, stored)
-    if not matrices or (matrices == [f"{name}.weight"] and (quantization is None or _is_float(stored[matrices[0]]))):
+    if not matrices or (is_plain and (quantization is None or _is_float(stored[matrices[0]]))):
         return None
     where = f"{stored[matrices[0]].path}: tensor {matrices[0]}"
     if len(matrices) > 1:
@@ -121,6 +131,11 @@ def find_module(
         unused,
         stored[matrices[0]].dtype,
     )
+
+
+def is_packed(name: str, stored: StoredTensors) -> bool:
+    """True if bitsandbytes has packed the matrix of a module, whose numbers may then be called floats."""
+    return f"{name}.{bitsandbytes.ABSMAX}" in stored
 
 
 def _require_no_scales(name: str, stored: StoredTensors) -> None:
@@ -161,7 +176,7 @@ def find_stacked(
 def stores_quantized(stored: StoredTensors) -> bool:
     """True if any matrix of the checkpoint is quantised."""
     return any(
-        name.rpartition(".")[2] in _MATRICES[1:] or (name.endswith(".weight") and not _is_float(tensor))
+        name.endswith(_QUANTIZED) or (name.endswith(".weight") and not _is_float(tensor))
         for name, tensor in stored.items()
     )
 
@@ -187,7 +202,7 @@ def _stored_part(name: str, part: Part, stored: StoredTensors, where: str) -> st
             f"{tensor.path}: tensor {found} has dtype {tensor.dtype}, which its format stores as "
             f"{' or '.join(part.dtypes)}"
         )
-    if tensor.shape not in part.shapes:
+    if part.shapes and tensor.shape not in part.shapes:
         expected = " or ".join(str(list(shape)) for shape in part.shapes)
         raise ConfigurationError(
             f"{tensor.path}: tensor {found} has shape {list(tensor.shape)}, config.json implies {expected}"

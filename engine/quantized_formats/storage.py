@@ -7,7 +7,9 @@ from typing import Literal
 from checkpoint.multimodal import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS
 
-Format = Literal["awq", "gptq", "packed", "plain", "mxfp4"]
+Format = Literal["awq", "gptq", "packed", "plain", "mxfp4", "bnb-4bit", "bnb-8bit"]
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Numbers that may share a scale in files of bitsandbytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class MatrixStorage:
     def is_int8(self) -> bool:
         """True if the matrix is int8 with a scale for each output, as our encoding "int8" has it."""
         per_output = self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
-        return per_output and (self.format, self.num_bits, self.is_float) == ("plain", 8, False)
+        return per_output and self.format in ("plain", "bnb-8bit") and (self.num_bits, self.is_float) == (8, False)
 
     @property
     def int4_group(self) -> int | None:
@@ -79,6 +81,10 @@ class Quantization:
         """True if all quantised matrices are int8 and expect activations in int8."""
         storages = [group.storage for group in self.groups if group.storage is not None]
         return bool(storages) and all(storage.is_int8 and storage.int8_rows for storage in storages)
+
+    @property
+    def is_bitsandbytes(self) -> bool:
+        return self.method.startswith("bitsandbytes")
 
     @property
     def is_mxfp4(self) -> bool:

@@ -1,11 +1,12 @@
 """Makes the checkpoints of this folder with the libraries themselves; see README.md. Run it in their environments:
 
-python make.py awq | gptq | compressed | actorder | fp8 | tandem
+python make.py awq | gptq | compressed | actorder | fp8 | tandem | bitsandbytes
 """
 
 import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -257,8 +258,6 @@ def make_fp8() -> None:
 
 def make_tandem() -> None:
     """What `tandem quantize` writes, as compressed-tensors dequantises it. Needs Tandem and its tests on the path."""
-    import tempfile
-
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -288,6 +287,58 @@ def make_tandem() -> None:
     make("w8a8")
     make("w4a16", "--group-size=32")
     make("fp8")
+
+
+def make_bitsandbytes() -> None:
+    """As transformers quantises while it loads, and saves; blocks of another size as bitsandbytes makes them."""
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, quantize_4bit
+    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+
+    def loaded(folder: Path, dtype: torch.dtype, config: BitsAndBytesConfig) -> Any:
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG)).to(dtype)
+        model.load_state_dict(float_model(dtype))
+        model.save_pretrained(folder)
+        return LlamaForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
+
+    def make(name: str, dtype: torch.dtype, **facts: Any) -> None:
+        with tempfile.TemporaryDirectory() as made:
+            model = loaded(Path(made), dtype, BitsAndBytesConfig(**facts))
+            model.save_pretrained(made)
+            tensors = load_file(Path(made) / "model.safetensors")
+            quantization = json.loads((Path(made) / "config.json").read_text())["quantization_config"]
+
+        def means(module: str, dtype: torch.dtype) -> Tensor:
+            weight = model.get_submodule(module).weight
+            if "load_in_8bit" in facts:
+                return int8_vectorwise_dequant(weight.data, weight.SCB).to(dtype)
+            weight.quant_state.dtype = dtype
+            return dequantize_4bit(weight.data, weight.quant_state)
+
+        save(name, tensors, quantization, means)
+
+    def make_blocks(name: str, dtype: torch.dtype, size: int) -> None:
+        tensors, made = float_model(dtype), {}
+        for module in MODULES:
+            packed, state = made[module] = quantize_4bit(tensors[f"{module}.weight"], blocksize=size, quant_type="fp4")
+            tensors |= {f"{module}.weight.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
+            tensors[f"{module}.weight"] = packed
+
+        def means(module: str, dtype: torch.dtype) -> Tensor:
+            # The library's code for AVX-512 mistakes blocks that have numbers of two rows; this is its code for any CPU.
+            packed, state = made[module]
+            return _dequantize_4bit_compute(
+                packed.view(-1), state.absmax, state.code, state.blocksize, state.shape, dtype
+            )
+
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=dtype)
+        save(name, tensors, config.to_dict(), means)
+
+    four, bf16 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, torch.bfloat16
+    make("bnb-nf4", bf16, **four, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=bf16)
+    make("bnb-nf4-in-bf16", bf16, **four, bnb_4bit_quant_storage=bf16, bnb_4bit_compute_dtype=bf16)
+    make("bnb-int8", torch.float16, load_in_8bit=True)
+    make_blocks("bnb-fp4", torch.float16, 128)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ from tests.component.parity import expect, run_mixed
 from tests.component.parity import prompts as mixed_prompts
 from tests.component.remote_families import REMOTE_FAMILIES
 from tests.component.steady_routing import steady
-from tests.component.weights.quantized import INT4_FORMS, MIXED_FORMS, quantize_checkpoint, twin_of
+from tests.component.weights.quantized import BITSANDBYTES, INT4_FORMS, MIXED_FORMS, quantize_checkpoint, twin_of
 from tests.component.weights.test_half_weights import copy_narrow
 from tests.e2e.reference import TOLERANCE, Reference
 from tests.mesh_in_process import mesh_in_process, moved_kv
@@ -222,7 +222,7 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
 
 _FAMILY = ("family", 24), ("architecture", 28)
 _MESHES = (*_FAMILY, ("attention", 10), ("separated", 34), ("colocated", 34))
-_TYPES = ("fp32", "bf16", "int8", "awq", "gptq", "w8a8", "w4a16", "fp8", *INT4_FORMS, *MIXED_FORMS)
+_TYPES = ("fp32", "bf16", "int8", "awq", "gptq", "w8a8", "w4a16", "fp8", *BITSANDBYTES, *INT4_FORMS, *MIXED_FORMS)
 _QUANTIZED = (*((form, 34) for form in _TYPES),)
 _ROUNDED = ("bf16", "int8", "w8a8", "w8a8-mixed", *INT4_FORMS)
 """Types of weights with which the compiled decoder rounds activations, or, in int8, weights too."""

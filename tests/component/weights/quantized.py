@@ -154,6 +154,56 @@ def fp8_channels(weight: Tensor) -> Stored:
     return {"weight": values, "weight_scale": scales, "input_scale": torch.ones(1)}, values.float() * scales.float()
 
 
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022833334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = tuple(sign * number / 12 for sign in (1, -1) for number in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+_NESTED_BLOCK = 256
+
+
+def bitsandbytes_4bit(
+    weight: Tensor, kind: str = "nf4", size: int = 64, *, nested: bool = False, storage: torch.dtype = torch.uint8
+) -> Stored:
+    """Blocks of `size` along the rows of the whole matrix."""
+    levels, count = torch.tensor(_NF4 if kind == "nf4" else _FP4), weight.numel()
+    blocks = torch.nn.functional.pad(weight.flatten().float(), (0, -count % size)).view(-1, size)
+    largest = blocks.abs().amax(1).clamp(min=_LEAST_SCALE)
+    state: dict[str, Any] = {"quant_type": kind, "blocksize": size, "dtype": "float32", "shape": list(weight.shape)}
+    parts = {"weight.absmax": largest, "weight.quant_map": levels}
+    if nested:
+        parts, more, largest = _nested(largest)
+        parts["weight.quant_map"] = levels
+        state |= more
+    numbers = (blocks / largest[:, None])[..., None].sub(levels).abs().argmin(-1)
+    means = (levels[numbers] * largest[:, None]).flatten()[:count].view(weight.shape)
+    pairs = torch.nn.functional.pad(numbers.flatten()[:count], (0, count % 2)).view(-1, 2)
+    parts["weight"] = (16 * pairs[:, 0] + pairs[:, 1]).to(torch.uint8).view(storage)[:, None]
+    text = json.dumps(state).encode()
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+    return parts, means
+
+
+def _nested(largest: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
+    """The largest magnitudes of blocks in bytes: the tensors, what the state says of them, and what they mean."""
+    offset, levels = float(largest.mean()), torch.linspace(-1, 1, 256)
+    blocks = torch.nn.functional.pad(largest - offset, (0, -len(largest) % _NESTED_BLOCK)).view(-1, _NESTED_BLOCK)
+    outer = blocks.abs().amax(1).clamp(min=_LEAST_SCALE)
+    numbers = (blocks / outer[:, None])[..., None].sub(levels).abs().argmin(-1)
+    means = ((levels[numbers] * outer[:, None]) + offset).flatten()[: len(largest)]
+    bytes_ = numbers.flatten()[: len(largest)].to(torch.uint8)
+    parts = {"weight.absmax": bytes_, "weight.nested_absmax": outer, "weight.nested_quant_map": levels}
+    return parts, {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}, means
+
+
+def bitsandbytes_8bit(weight: Tensor) -> Stored:
+    largest = weight.abs().amax(1).float().clamp(min=_LEAST_SCALE)
+    values = torch.round(weight * (127 / largest[:, None])).clamp(-127, 127)
+    parts = {"weight": values.to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, values * largest[:, None] * (1 / 127)
+
+
 def compressed(kind: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True} | dict(weights)}
     return {
@@ -168,6 +218,7 @@ def compressed(kind: str, weights: Mapping[str, Any], **more: Any) -> dict[str, 
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
 _INT4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
+_BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "llm_int8_skip_modules": None}
 _DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 FORMS: dict[str, Form] = {
@@ -185,8 +236,18 @@ FORMS: dict[str, Form] = {
     ),
     "fp8": Form({"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}, fp8_blocks),
     "fp8-channels": Form(compressed("float-quantized", {"type": "float", "strategy": "channel"}), fp8_channels),
+    "bnb-nf4": Form(
+        _BNB | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+        lambda weight: bitsandbytes_4bit(weight, nested=True),
+    ),
+    "bnb-fp4": Form(
+        _BNB | {"bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": "bfloat16"},
+        lambda weight: bitsandbytes_4bit(weight, "fp4", 128, storage=torch.bfloat16),
+    ),
+    "bnb-int8": Form(_BNB | {"load_in_4bit": False, "load_in_8bit": True}, bitsandbytes_8bit),
 }
 
+BITSANDBYTES = tuple(form for form in FORMS if form.startswith("bnb"))
 _OF_INT4 = {"group_size": INT4_GROUP}
 INT4_FORMS: dict[str, Form] = {
     "awq-32": Form(FORMS["awq"].config | _OF_INT4, lambda weight: awq(weight, INT4_GROUP)),

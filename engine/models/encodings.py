@@ -32,8 +32,8 @@ class LinearParameters:
     int4 in int8    (lows[output, group] + steps[output, group] * weight[output, input]) * scales[output], with `weight`
                     in [0, 15], and groups of 32 inputs: whole numbers of int8 times a scale
     int4            (weight[output, input] - zeros[output, group]) * scales[output, group], with `weight` in [0, 15];
-                    with `is_mxfp4`, `weight` numbers the levels that count in its place
-                    (engine/kernels/cpu/products/nibbles.py), and groups have 32 inputs
+                    with `is_mxfp4` or `is_nf4`, `weight` numbers the levels that count in its place
+                    (engine/kernels/cpu/products/nibbles.py), and groups of MXFP4 have 32 inputs
     int8 in groups  as int4, with `weight` in [1, 255]
 
     A group is of neighbouring inputs; the last one may be narrower. With an `order`, int64 [inputs], column i of
@@ -49,6 +49,7 @@ class LinearParameters:
     bias: Tensor | None = None
     order: Tensor | None = None
     is_mxfp4: bool = False
+    is_nf4: bool = False
     numbers: Tensor | None = None
     factor: float = 1.0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.attention.backend import attention_shape
 from engine.kernels.cpu.arguments import Array, Floats, Weights
-from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, PANEL
+from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, MXFP4, NF4, PANEL
 from engine.kernels.cpu.products.packing import MatrixShape, Packer, as_array, unit_runs
 from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.loading.load_phases import load_phase
@@ -378,7 +378,7 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
             packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
         else:
             values = (matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
-            packer.put_groups(index, *values, is_mxfp4=matrix.is_mxfp4)
+            packer.put_groups(index, *values, levels=MXFP4 if matrix.is_mxfp4 else NF4 if matrix.is_nf4 else None)
         if matrix.order is not None:
             packer.put_order(index, matrix.order)
         packer.multiply(index, matrix.factor)

@@ -27,6 +27,8 @@ from engine.kernels.cpu.machine import (
     INT4_GROUPS,
     MAX_STEP,
     MAX_ZERO,
+    MXFP4,
+    NF4,
     SHORTS_ORDER,
     STEP_GROUP,
     TILE_ROWS,
@@ -39,7 +41,7 @@ from engine.kernels.cpu.machine import (
 from engine.kernels.cpu.products import matmul
 from engine.kernels.cpu.products.finish import ADD, GATE, STORE
 from engine.kernels.cpu.products.matmul import Target, product_code
-from engine.kernels.cpu.products.nibbles import E2M1_LEVELS, E2M1_ZERO
+from engine.kernels.cpu.products.nibbles import E2M1_LEVELS, E2M1_ZERO, NF4_LEVELS, NF4_ZERO
 from engine.kernels.cpu.products.packing import MatrixShape, Packer, operand_dtypes, unit_runs, wide_size
 from engine.kernels.cpu.products.tiles import TileProduct, multiply_tile
 from engine.kernels.cpu.rows import Norm
@@ -68,11 +70,16 @@ KINDS = [
     pytest.param("steps", id="int4 in steps of int8"),
     *(pytest.param(f"int4-{group}", id=f"int4 in groups of {group}") for group in INT4_GROUPS),
     pytest.param("mxfp4-32", id="mxfp4"),
+    *(pytest.param(f"nf4-{group}", id=f"nf4 in groups of {group}") for group in INT4_GROUPS),
     *(pytest.param(f"groups-{group}", id=f"int8 in groups of {group}") for group in (32, 64)),
     pytest.param("amx", id="int8 with AMX", marks=needs_amx),
     pytest.param("steps amx", id="int4 in steps of int8 with AMX", marks=needs_amx),
     pytest.param("bfloat16 amx", id="bf16 with AMX", marks=needs_amx),
 ]
+
+
+_LEVELS = {"mxfp4": (E2M1_LEVELS, E2M1_ZERO, MXFP4), "nf4": (NF4_LEVELS, NF4_ZERO, NF4)}
+NO_LEVELS: tuple[tuple[int, ...], int, int | None] = ((), 0, None)
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class Products:
     def of(cls, kind: str, shapes: list[MatrixShape]) -> "Products":
         torch.manual_seed(0)
         biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
-        if kind.startswith(("int4", "mxfp4", "groups")):
+        if kind.startswith(("int4", "mxfp4", "nf4", "groups")):
             return cls._of_int4(kind, [replace(s, group=int(kind.partition("-")[2])) for s in shapes], biases)
         if kind.startswith("steps"):
             shapes = [replace(shape, inputs=round_up(shape.inputs, STEP_GROUP)) for shape in shapes]
@@ -149,17 +156,17 @@ class Products:
     @classmethod
     def _of_int4(cls, kind: str, shapes: list[MatrixShape], biases: list[torch.Tensor | None]) -> "Products":
         """Scales are powers of two, others in each group; zeros are anything that fits."""
-        is_mxfp4, is_int8 = kind.startswith("mxfp4"), kind.startswith("groups")
+        is_int8, (levels, zero, numbers) = kind.startswith("groups"), _LEVELS.get(kind.partition("-")[0], NO_LEVELS)
         shapes = [replace(shape, numbers=EIGHT_BITS) for shape in shapes] if is_int8 else shapes
         packer, matrices = Packer(shapes, torch.uint8), []
         for i, (shape, bias) in enumerate(zip(shapes, biases, strict=True)):
             weight = torch.randint(0, 256 if is_int8 else 16, (shape.columns, shape.inputs), dtype=torch.uint8)
             scales = torch.randint(0, 3, (shape.columns, shape.num_groups)).exp2()
             zeros = torch.randint(0, 256 if is_int8 else 17, scales.shape, dtype=torch.uint8)
-            zeros = torch.full_like(zeros, E2M1_ZERO) if is_mxfp4 else zeros
-            packer.put_groups(i, weight, scales, zeros, bias, is_mxfp4=is_mxfp4)
+            zeros = torch.full_like(zeros, zero) if levels else zeros
+            packer.put_groups(i, weight, scales, zeros, bias, levels=numbers)
             group_of = torch.arange(shape.inputs) // shape.group
-            weight = torch.tensor(E2M1_LEVELS)[weight.int()] if is_mxfp4 else weight
+            weight = torch.tensor(levels)[weight.int()] if levels else weight
             matrices.append((weight.float() - zeros[:, group_of].float()) * scales[:, group_of])
         return cls(kind, shapes, matrices, biases, packer.weights)
 

@@ -14,7 +14,9 @@ lines. Then come the weights as [inputs / 8][16][4] bytes: of 8 inputs, the low 
 first 4 and the high halves the others. So 4 inputs of a column fill a lane after one mask, as in `tiles.py`.
 
 In MXFP4 (engine/quantized_formats/mxfp4.py) 4 bits are the number of a level in E2M1_LEVELS. A weight is `(level - 12)
-* scale`, and 12 is the zero of every group. The levels are looked up in a register as they are unpacked.
+* scale`, and 12 is the zero of every group. The levels are looked up in a register as they are unpacked. In NF4
+(engine/quantized_formats/bitsandbytes.py) it is that of a level in NF4_LEVELS, whose zero is 128. Without VNNI products
+of such levels do not fit into 16 bits, so their halves are looked up and multiplied apart.
 
 Matrices that a checkpoint in 4 bits leaves in floating point have 8: a weight of 0 to 255 means `(weight - 128) *
 scale`. Their weights lie as [inputs / 4][16][4] bytes.
@@ -23,44 +25,24 @@ Sums within a group are exact integers on every CPU. They are scaled and added u
 so that results depend neither on the tile nor on the CPU.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
-from numba import types
 
-from engine.kernels.cpu.compilation.emitter import (
-    BYTES,
-    FLOAT,
-    FLOATS,
-    HALF,
-    INT8,
-    INT32,
-    INT64,
-    INTS,
-    Builder,
-    CodeContext,
-    Emitter,
-    Intrinsic,
-    NumbaType,
-    Signature,
-    TypingContext,
-    Value,
-    Values,
-    emitted,
-    largest_of,
-)
+from engine.kernels.cpu.compilation.emitter import FLOAT, HALF, INT8, INT32, INT64, Emitter, Value
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
     EIGHT_BITS,
     FLOAT_BYTES,
     FOUR_BITS,
     HALF_BYTES,
-    INT8_LEVELS,
     LANES,
     MAX_ZERO,
     MXFP4,
+    NF4,
     PANEL,
     QUAD,
     VECTOR_BYTES,
@@ -68,7 +50,7 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
 )
 
-_ZERO_BITS = 4
+ZERO_BITS = 4
 """MAX_ZERO is 2 to this."""
 BLOCK_HEAD_BYTES = 8
 """Bytes of a block before its activations."""
@@ -81,6 +63,12 @@ _STEP = 32
 E2M1_ZERO = 12
 E2M1_LEVELS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 """Twice the numbers of e2m1, by their four bits, plus 12."""
+NF4_ZERO = 128
+NF4_LEVELS = (1, 40, 61, 78, 92, 105, 116, 128, 138, 148, 159, 171, 184, 199, 220, 255)
+"""127 times the numbers of NF4, rounded, plus 128."""
+_NF4_ZERO_BITS = 7
+_NF4_HALVES = tuple(level & 15 for level in NF4_LEVELS), tuple(level >> 4 for level in NF4_LEVELS)
+"""The low bits of the levels, and the high ones."""
 
 
 def bytes_per_input(numbers: int) -> int:
@@ -122,10 +110,9 @@ class _Vectors:
         low, high = (builder.and_(builder.bitcast(bits, self.bytes), mask) for bits in (packed, high))
         return low, high
 
-    def levels(self, numbers: Value) -> Value:
-        """The bytes of E2M1_LEVELS with these numbers; with VNNI they are raised."""
-        levels = [level + MAX_ZERO - E2M1_ZERO for level in E2M1_LEVELS] if knows_vnni() else E2M1_LEVELS
-        table = ir.Constant(self.bytes, list(levels) * (QUAD * self.lanes // len(E2M1_LEVELS)))
+    def looked_up(self, levels: Sequence[int], numbers: Value) -> Value:
+        """The bytes of `levels`, of which there are 16, with these numbers."""
+        table = ir.Constant(self.bytes, list(levels) * (QUAD * self.lanes // len(levels)))
         name = "llvm.x86.avx512.pshuf.b.512" if knows_avx512() else "llvm.x86.avx2.pshuf.b"
         return self.emit.call(name, self.bytes, table, numbers)
 
@@ -191,6 +178,7 @@ def write_nibble_tile(
     kinds = [
         (builder.icmp_signed("==", numbers, INT64(EIGHT_BITS)), EIGHT_BITS, False),
         (builder.icmp_signed("==", numbers, INT64(MXFP4)), MXFP4, True),
+        (builder.icmp_signed("==", numbers, INT64(NF4)), NF4, False),
         (is_single, FOUR_BITS, True),
     ]
     with ExitStack() as stack:
@@ -212,6 +200,10 @@ def _parts_in_registers(num_rows: int, num_vectors: int) -> list[tuple[range, ra
     row_parts = [range(first, min(num_rows, first + size)) for first in range(0, num_rows, size)]
     vector_parts = [range(first, min(num_vectors, first + at_once)) for first in range(0, num_vectors, at_once)]
     return [(some_rows, some_vectors) for some_vectors in vector_parts for some_rows in row_parts]
+
+
+_Step = Callable[..., list[Value]]
+"""Adds the products of _STEP inputs: see `_Tile._step`."""
 
 
 class _Column(NamedTuple):
@@ -243,11 +235,7 @@ class _Tile:
             scales, zeros, weights_at = self._columns(columns, loop.index, numbers, prefetches=prefetches)
             sums, rises = self._without_zeros(blocks_at, zeros, numbers)
             inputs_at = [emit.at(at, BLOCK_HEAD_BYTES) for at in blocks_at]
-            multiply = (
-                self._step_of_bytes
-                if numbers == EIGHT_BITS
-                else partial(self._step, rises=rises, has_levels=numbers == MXFP4)
-            )
+            multiply = self._step_of(numbers, rises)
             if is_one_step:
                 sums = multiply(inputs_at, weights_at, sums, prefetches=prefetches)
             else:
@@ -272,10 +260,12 @@ class _Tile:
         emit, builder, vectors = self._emit, self._emit.builder, self.vectors
         shifts = [emit.load(emit.at(at, FLOAT_BYTES), INT32) for at in blocks_at]
         if knows_vnni() and numbers != EIGHT_BITS:
+            if numbers == NF4:
+                shifts = [builder.shl(shift, INT32(_NF4_ZERO_BITS - ZERO_BITS)) for shift in shifts]
             sums = [vectors.splat(shift) for shift in shifts for _ in zeros]
             return sums, [vectors.rises(zero) for zero in zeros] if numbers == FOUR_BITS else []
         if knows_vnni():
-            shifts = [builder.ashr(shift, INT32(_ZERO_BITS)) for shift in shifts]
+            shifts = [builder.ashr(shift, INT32(ZERO_BITS)) for shift in shifts]
         return [vectors.dot_pairs(zero, shift) for shift in map(vectors.splat, shifts) for zero in zeros], []
 
     def _columns(
@@ -297,6 +287,16 @@ class _Tile:
             weights_at.append(emit.at(emit.at(panel_at, first), part * lanes * QUAD))
         return scales, zeros, weights_at
 
+    def _step_of(self, numbers: int, rises: list[Value]) -> _Step:
+        if numbers == EIGHT_BITS:
+            return self._step_of_bytes
+        if numbers == NF4:
+            return partial(self._step, rises=[], levels=NF4_LEVELS) if knows_vnni() else self._step_of_halves
+        if numbers == MXFP4:
+            rise = MAX_ZERO - E2M1_ZERO if knows_vnni() else 0
+            return partial(self._step, rises=[], levels=[level + rise for level in E2M1_LEVELS])
+        return partial(self._step, rises=rises, levels=())
+
     def _step(
         self,
         inputs_at: list[Value],
@@ -305,17 +305,17 @@ class _Tile:
         *,
         prefetches: bool,
         rises: list[Value],
-        has_levels: bool,
+        levels: Sequence[int],
     ) -> list[Value]:
-        """totals [rows * columns] and the products of _STEP inputs."""
+        """totals [rows * columns] and the products of _STEP inputs. Weights number the `levels`, if there are any."""
         emit, vectors = self._emit, self.vectors
         prefetched_at = weights_at[:: LANES // vectors.lanes] if prefetches else []
         sums: list[Value | None] = [*totals] if knows_vnni() else [None] * len(totals)
         num_octets = _STEP // (2 * QUAD)
         for octet in range(num_octets):
             columns = [vectors.nibbles(emit.at(at, octet * VECTOR_BYTES)) for at in weights_at]
-            if has_levels:
-                columns = [(vectors.levels(low), vectors.levels(high)) for low, high in columns]
+            if levels:
+                columns = [(vectors.looked_up(levels, low), vectors.looked_up(levels, high)) for low, high in columns]
             elif rises:
                 add, pairs = emit.builder.add, zip(columns, rises, strict=True)
                 columns = [(add(low, rise), add(high, rise)) for (low, high), rise in pairs]
@@ -327,7 +327,7 @@ class _Tile:
                 for number, halves in enumerate(columns, row * len(columns)):
                     for half, four in zip(halves, fours, strict=True):
                         sums[number] = vectors.multiply(sums[number], half, four)
-            if has_levels and not knows_vnni() and octet == num_octets // 2 - 1:
+            if levels and not knows_vnni() and octet == num_octets // 2 - 1:
                 totals = [vectors.widened(number, total) for number, total in zip(sums, totals, strict=True)]
                 sums = [None] * len(totals)
         return [vectors.widened(number, total) for number, total in zip(sums, totals, strict=True)]
@@ -351,10 +351,33 @@ class _Tile:
                 for number, column in enumerate(columns, row * len(columns)):
                     for sums, half in zip(halves, column, strict=True):
                         sums[number] = vectors.multiply(sums[number], half, inputs)
-        if knows_vnni():
-            return halves[0]
-        low = [vectors.widened(number, total) for number, total in zip(halves[0], totals, strict=True)]
-        return [vectors.widened(number, total, 16) for number, total in zip(halves[1], low, strict=True)]
+        return halves[0] if knows_vnni() else self._sum_of_halves(halves, totals)
+
+    def _step_of_halves(
+        self, inputs_at: list[Value], weights_at: list[Value], totals: list[Value], *, prefetches: bool
+    ) -> list[Value]:
+        """As `_step`, for levels of NF4 on CPUs without VNNI."""
+        emit, vectors = self._emit, self.vectors
+        prefetched_at = weights_at[:: LANES // vectors.lanes] if prefetches else []
+        halves: list[list[Value | None]] = [[None] * len(totals), [None] * len(totals)]
+        for octet in range(_STEP // (2 * QUAD)):
+            columns = [vectors.nibbles(emit.at(at, octet * VECTOR_BYTES)) for at in weights_at]
+            for at in prefetched_at:
+                emit.prefetch(emit.at(emit.at(at, self._ahead), octet * VECTOR_BYTES), to_l2=True)
+            for levels, sums in zip(_NF4_HALVES, halves, strict=True):
+                found = [[vectors.looked_up(levels, numbers) for numbers in column] for column in columns]
+                for row, at in enumerate(inputs_at):
+                    fours_at = [emit.at(at, QUAD * (2 * octet + part)) for part in range(2)]
+                    fours = [vectors.splat(emit.load(four_at, INT32)) for four_at in fours_at]
+                    for number, column in enumerate(found, row * len(columns)):
+                        for weights, four in zip(column, fours, strict=True):
+                            sums[number] = vectors.multiply(sums[number], weights, four)
+        return self._sum_of_halves(halves, totals)
+
+    def _sum_of_halves(self, halves: list[list[Value | None]], totals: list[Value]) -> list[Value]:
+        """totals and the sums of products with the low bits of weights, and with their high ones."""
+        low = [self.vectors.widened(number, total) for number, total in zip(halves[0], totals, strict=True)]
+        return [self.vectors.widened(number, total, 16) for number, total in zip(halves[1], low, strict=True)]
 
     def _store(self, rows: range, columns: list[_Column], totals: list[Value]) -> None:
         emit, builder = self._emit, self._emit.builder
@@ -362,38 +385,3 @@ class _Tile:
         for total, (row, (panel, part)) in zip(totals, places, strict=True):
             offset = INT64((panel * LANES + part * self.vectors.lanes) * FLOAT_BYTES)
             emit.store(total, emit.at(self._out[0], builder.add(builder.mul(self._out[1], INT64(row)), offset)))
-
-
-@emitted
-def quantise_block(
-    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, num_missing: NumbaType, out: NumbaType
-) -> Intrinsic:
-    """Write 16 * num_vectors fp32 numbers as a block of a group, whose scale is the largest magnitude / 127, and
-    16 * num_missing zeros behind them.
-    """
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit = Emitter(context, builder)
-        values, num_vectors, num_missing, out = args
-        values_at, out_at = emit.pointer(values), emit.pointer(out)
-        largest = largest_of(emit, values, num_vectors)
-        factor = emit.splat(builder.fdiv(FLOAT(INT8_LEVELS), largest, flags=("nsz",)))
-
-        def put(levels: Value, number: Value) -> None:
-            at = builder.add(builder.mul(number, INT64(LANES)), INT64(BLOCK_HEAD_BYTES))
-            emit.store(builder.trunc(levels, BYTES), emit.at(out_at, at), 1)
-
-        with emit.loop(num_vectors, [ir.Constant(INTS, [0] * LANES)]) as loop:
-            read = emit.load(emit.vector_at(values_at, loop.index), FLOATS)
-            levels = emit.rounded(builder.fmul(read, factor))
-            put(levels, loop.index)
-            loop.next.append(builder.sub(loop.carried[0], levels))
-        emit.store(builder.fdiv(largest, FLOAT(INT8_LEVELS), flags=("nsz",)), out_at)
-        shift = emit.call("llvm.vector.reduce.add.v16i32", INT32, loop.next[0])
-        shift = builder.shl(shift, INT32(_ZERO_BITS)) if knows_vnni() else shift
-        emit.store(shift, emit.at(out_at, FLOAT_BYTES))
-        with builder.if_then(builder.icmp_signed(">", num_missing, INT64(0))), emit.loop(num_missing, []) as missing:
-            put(ir.Constant(INTS, [0] * LANES), builder.add(num_vectors, missing.index))
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.intp, types.intp), generate

@@ -19,7 +19,6 @@ from engine.kernels.cpu.machine import (
     HALF_BYTES,
     IN_BF16,
     IN_FP32,
-    MXFP4,
     PAIR,
     PANEL,
     QUAD,
@@ -64,7 +63,7 @@ _INT8_DEPTH = 64
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
     """Columns (outputs) and inputs of a matrix. `gated`: its outputs are all gates, then all ups. `group`: inputs that
-    share a scale, in int4; one of INT4_GROUPS. `numbers`: FOUR_BITS, in which MXFP4 take as much room, or EIGHT_BITS.
+    share a scale, in int4; one of INT4_GROUPS. `numbers`: FOUR_BITS, as much room as levels take, or EIGHT_BITS.
     `runs`, in fp8: how many units have one form, and that form (machine.py), one run after the other.
     """
 
@@ -135,10 +134,17 @@ class Packer:
         target.view(panels.shape).copy_(panels)
 
     def put_groups(
-        self, index: int, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, *, is_mxfp4: bool = False
+        self,
+        index: int,
+        weight: Tensor,
+        scales: Tensor,
+        zeros: Tensor,
+        bias: Tensor | None,
+        *,
+        levels: int | None = None,
     ) -> None:
         """Pack matrix number `index` in int4: number [output, input] is (weight - zeros[group]) * scales[group]. With
-        `is_mxfp4`, weights are numbers of levels, see nibbles.py.
+        `levels`, MXFP4 or NF4, weights are numbers of levels, see nibbles.py.
 
         weight: uint8 [outputs, inputs], 0 to 15, or to 255 if they are EIGHT_BITS; scales: fp32 [outputs, num_groups],
         kept in fp16 beside a power of two for each output; zeros: uint8 as scales; bias: fp32 [outputs].
@@ -147,8 +153,8 @@ class Packer:
         arrange = _interleave if shape.gated else _pad_columns
         weight, scales, zeros = (arrange(values, shape.padded_columns) for values in (weight, scales, zeros))
         columns, num_panels = self._put_bias(index, bias), shape.padded_columns // PANEL
-        if is_mxfp4:
-            self._weights.matrices[index, NUMBERS] = MXFP4
+        if levels is not None:
+            self._weights.matrices[index, NUMBERS] = levels
         powers = torch.exp2(torch.frexp(scales.abs().amax(1)).exponent - 1)
         self._weights.scales[columns] = powers.numpy()
         target = self._target(index, _num_elements(shape, torch.uint8)).view(num_panels, -1)

@@ -303,6 +303,8 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
         return "none"
     if quantization.is_w8a8:
         return "int8"
+    if quantization.is_bitsandbytes and read_partition(settings.model_dir) is None:
+        return "none"  # levels of NF4 would be rounded, and int8 was made for rows some of whose numbers are not
     if settings.dtype != "auto" or settings.load_format == "dummy" or isinstance(config, EncoderDecoderConfig):
         return "none"
     if (partition := read_partition(settings.model_dir)) is not None:

@@ -224,8 +224,8 @@ def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModul
     groups: list[int | None] = []
     in_int8: set[str] = set()
     for spec in matrices:
-        stored = [module.storage for source in spec.sources if (module := modules.get(source.name)) is not None]
-        in_int4 = [storage.int4_group for storage in stored if storage.num_bits == 4]
+        stored = [module for source in spec.sources if (module := modules.get(source.name)) is not None]
+        in_int4 = [module.int4_group for module in stored if module.storage.num_bits == 4]
         groups += in_int4
         if len(in_int4) < len(spec.sources):
             in_int8.add(spec.name)

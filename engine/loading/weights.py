@@ -325,7 +325,7 @@ class _Reader:
         return LinearParameters(weight, "fp8", scales, numbers=numbers)
 
     def int4(self, spec: ParameterSpec, group: int) -> LinearParameters:
-        """A matrix with the integers, scales and zeros of the checkpoint, all of whose parts are int4. Raises
+        """A matrix with the integers, scales and zeros of the checkpoint, all of whose parts are int4, or NF4. Raises
         ConfigurationError if a number is not finite.
         """
         num_outputs, num_inputs = spec.held_shape
@@ -344,7 +344,8 @@ class _Reader:
             matrix.require_finite(module.name)
             self._release()
             first += source.num_rows
-        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, order=order)
+        is_nf4 = self._modules[spec.sources[0].name].nf4_group is not None
+        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, order=order, is_nf4=is_nf4)
 
     def has_mxfp4(self, spec: ParameterSpec) -> bool:
         """True if the whole matrix is stored in MXFP4, and is used like that."""

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoint.tensors import StoredTensor
+from engine.kernels.cpu.machine import INT4_GROUPS
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
 from engine.quantized_formats.storage import BLOCK_SIZES, MatrixStorage
 from mesh.domain.errors import ConfigurationError
@@ -52,15 +54,23 @@ def parts_4bit(storage: MatrixStorage, shape: Shape) -> Parts:
         "weight": Part(_STORAGE_DTYPES, tuple((num_bytes // size, 1) for size in _STORAGE_SIZES)),
         ABSMAX: Part(("U8", *FLOATS), tuple(blocks)),
         "weight.quant_map": Part(FLOATS, ((len(_NF4),),)),
-        f"{_STATE}nf4": Part(("U8",), (), aliases=("bitsandbytes__fp4",)),
+        **{f"{_STATE}{kind}": Part(("U8",), (), is_optional=True) for kind in _KINDS},
         "weight.nested_absmax": Part(FLOATS, (), is_optional=True),
         "weight.nested_quant_map": Part(FLOATS, ((256,),), is_optional=True),
     }
 
 
 def read_4bit(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> QuantizedMatrix:
-    count, state = prod(shape), _state(tensors[f"{_STATE}nf4"])
-    kind, size = _member(state, "quant_type", _KINDS), _member(state, "blocksize", BLOCK_SIZES)
+    kinds = [kind for kind in _KINDS if f"{_STATE}{kind}" in tensors]
+    if len(kinds) != 1:
+        raise ConfigurationError(
+            f"it needs one tensor {_STATE} with nf4 or fp4 behind it, and has {len(kinds)}: download the checkpoint "
+            "again"
+        )
+    count, kind = prod(shape), kinds[0]
+    state = _state(tensors[f"{_STATE}{kind}"])
+    _member(state, "quant_type", (kind,))
+    size = _member(state, "blocksize", BLOCK_SIZES)
     if state.get("shape") != list(shape):
         raise ConfigurationError(
             f"its quant_state says shape {state.get('shape')!r:.100}, config.json implies {list(shape)}: one of them "
@@ -81,6 +91,18 @@ def read_4bit(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> Quantiz
     group = gcd(num_inputs, size)  # no group is in two blocks
     first = torch.arange(num_outputs)[:, None] * num_inputs + torch.arange(0, num_inputs, group)
     return QuantizedMatrix(numbers, largest[first // size], levels=LEVELS[kind])
+
+
+def nf4_group(shape: Shape, names: Mapping[str, str | None], stored: Mapping[str, StoredTensor]) -> int | None:
+    """Inputs that share a scale in NF4 of the compiled decoder: as many as lie in one row and one block. None if they
+    are too few, or the matrix is not NF4. `names`: those of its tensors, by those of the format.
+    """
+    absmax = names[ABSMAX]
+    if names[f"{_STATE}nf4"] is None or absmax is None:
+        return None
+    # Only a matrix of one block may have several sizes, and the smallest one is as good as the right one.
+    size = next(size for size in BLOCK_SIZES if stored[absmax].shape == (-(-prod(shape) // size),))
+    return max((group for group in INT4_GROUPS if gcd(shape[1], size) % group == 0), default=None)
 
 
 def _largest(state: Mapping[str, Any], tensors: Tensors) -> Tensor:

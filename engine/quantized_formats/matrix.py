@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.finite import is_finite, why_not_finite
-from engine.kernels.cpu.machine import MAX_ZERO
+from engine.kernels.cpu.machine import INT8_LEVELS, MAX_ZERO
+from engine.kernels.cpu.products.nibbles import NF4_ZERO
 from engine.quantized_formats.storage import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 
@@ -69,8 +70,9 @@ class QuantizedMatrix:
 
     def in_int4(self, group: int, order: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Values from 0 to 15, scales and zeros as `round_to_int4` returns them, of integers of 4 bits, with the inputs
-        in this order; `group` divides the matrix's own groups. Raises ConfigurationError if these are not equal, their
-        inputs are not neighbours in this order, or a zero is larger than MAX_ZERO.
+        in this order; `group` divides the matrix's own groups. Scales and zeros of NF4 are those of rounded levels.
+        Raises ConfigurationError if groups are not equal, their inputs are not neighbours in this order, or a zero is
+        larger than MAX_ZERO.
         """
         num_inputs, num_groups = self.values.shape[1], self.scales.shape[1]
         in_order = torch.arange(num_inputs) // -(-num_inputs // num_groups)
@@ -87,6 +89,9 @@ class QuantizedMatrix:
         if bool((zeros < -offset).any()) or bool((zeros > MAX_ZERO - offset).any()):
             raise ConfigurationError(f"its zeros are not all from 0 to {MAX_ZERO}: serve it with --dtype float32")
         stored = in_order[::group]
+        if self.levels is not None:
+            scales = self.scales[:, stored] / INT8_LEVELS
+            return values, scales, torch.full(scales.shape, NF4_ZERO, dtype=torch.uint8)
         return (
             (values.to(torch.int16) + offset).to(torch.uint8),
             self.scales[:, stored],

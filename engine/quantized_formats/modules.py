@@ -45,7 +45,8 @@ _READERS: Mapping[Format, _Reader] = {
 @dataclass(frozen=True, slots=True)
 class QuantizedModule:
     """A module whose matrix is quantised. `parts`: the names of its tensors in the checkpoint, by those of the format;
-    `unused`: names of others that belong to it; `dtype`: that of its numbers.
+    `unused`: names of others that belong to it; `dtype`: that of its numbers. `nf4_group`: inputs that share a scale in
+    NF4 of the compiled decoder; None if the matrix is in another form.
     """
 
     name: str
@@ -54,6 +55,7 @@ class QuantizedModule:
     parts: Mapping[str, str]
     unused: tuple[str, ...]
     dtype: str
+    nf4_group: int | None = None
 
     @property
     def fp8_group(self) -> int | None:
@@ -66,6 +68,11 @@ class QuantizedModule:
     def scales_name(self) -> str:
         """The tensor with the scales of a matrix in int8."""
         return self.parts["weight_scale" if "weight_scale" in self.parts else "SCB"]
+
+    @property
+    def int4_group(self) -> int | None:
+        """As `MatrixStorage.int4_group`, for NF4, too."""
+        return self.nf4_group or self.storage.int4_group
 
     @property
     def is_mxfp4(self) -> bool:
@@ -130,6 +137,7 @@ def find_module(
         {part: found for part, found in names.items() if found is not None},
         unused,
         stored[matrices[0]].dtype,
+        bitsandbytes.nf4_group(shape, names, stored) if storage.format == "bnb-4bit" else None,
     )
 
 

@@ -222,9 +222,11 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
 
 _FAMILY = ("family", 24), ("architecture", 28)
 _MESHES = (*_FAMILY, ("attention", 10), ("separated", 34), ("colocated", 34))
-_TYPES = ("fp32", "bf16", "int8", "awq", "gptq", "w8a8", "w4a16", "fp8", *BITSANDBYTES, *INT4_FORMS, *MIXED_FORMS)
+_NAMED = ("bnb-nf4 in int4", "bnb-int8 in int8")
+"""Forms with the arithmetic that `--quantize` names."""
+_TYPES = ("fp32", "bf16", "int8", "awq", "gptq", "w8a8", "w4a16", "fp8", *BITSANDBYTES, *_NAMED, *INT4_FORMS, *MIXED_FORMS)
 _QUANTIZED = (*((form, 34) for form in _TYPES),)
-_ROUNDED = ("bf16", "int8", "w8a8", "w8a8-mixed", *INT4_FORMS)
+_ROUNDED = ("bf16", "int8", "w8a8", "w8a8-mixed", *_NAMED, *INT4_FORMS)
 """Types of weights with which the compiled decoder rounds activations, or, in int8, weights too."""
 _RANKS = (*_FAMILY, ("over shared memory", 34), ("over gloo", 34))
 RunRow = Callable[[str, Path], Coroutine[Any, Any, tuple[str, bool]]]
@@ -320,7 +322,10 @@ def check_form(family: str, model_dir: Path, form: str) -> Outcome:
     elif form == "int8":
         changes = {"quantize": "int8"}
     elif form != "fp32":
-        folder = quantize_checkpoint(model_dir, model_dir.with_name(f"{family}-{form}"), form)
+        form, _, quantize = form.partition(" in ")
+        changes = {"quantize": quantize or "none"}
+        folder = model_dir.with_name(f"{model_dir.name}-{form}")
+        folder = folder if folder.exists() else quantize_checkpoint(model_dir, folder, form)
         reference = twin_of(folder)
     with quiet():
         runs = run_mixed(load_model_runner(runner_settings(folder, **changes)))

@@ -224,7 +224,20 @@ _FAMILY = ("family", 24), ("architecture", 28)
 _MESHES = (*_FAMILY, ("attention", 10), ("separated", 34), ("colocated", 34))
 _NAMED = ("bnb-nf4 in int4", "bnb-int8 in int8")
 """Forms with the arithmetic that `--quantize` names."""
-_TYPES = ("fp32", "bf16", "int8", "awq", "gptq", "w8a8", "w4a16", "fp8", *BITSANDBYTES, *_NAMED, *INT4_FORMS, *MIXED_FORMS)
+_TYPES = (
+    "fp32",
+    "bf16",
+    "int8",
+    "awq",
+    "gptq",
+    "w8a8",
+    "w4a16",
+    "fp8",
+    *BITSANDBYTES,
+    *_NAMED,
+    *INT4_FORMS,
+    *MIXED_FORMS,
+)
 _QUANTIZED = (*((form, 34) for form in _TYPES),)
 _ROUNDED = ("bf16", "int8", "w8a8", "w8a8-mixed", *_NAMED, *INT4_FORMS)
 """Types of weights with which the compiled decoder rounds activations, or, in int8, weights too."""

@@ -149,7 +149,9 @@ def test_partitions_hold_what_is_dequantised(
 def test_modules_that_are_not_quantised_stay(quantized: Quantized, tmp_path: Path, form: str) -> None:
     """In int4 they have 8 bits beside NF4; beside FP4, which is rounded again, 4 bits."""
     model_dir = Path(shutil.copytree(quantized("llama-biases", form), tmp_path / "model"))
-    tensors, twin = (load_file(folder / "model.safetensors") for folder in (model_dir, twin_of(quantized("llama-biases", form))))
+    tensors, twin = (
+        load_file(folder / "model.safetensors") for folder in (model_dir, twin_of(quantized("llama-biases", form)))
+    )
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{DOWN}.weight")}
     save_file(kept | {f"{DOWN}.weight": twin[f"{DOWN}.weight"]}, model_dir / "model.safetensors")
     describe(model_dir, {**FORMS[form].config, "llm_int8_skip_modules": ["lm_head", DOWN]})
@@ -209,7 +211,10 @@ def test_int8_is_taken_as_stored(quantized: Quantized) -> None:
     """If the settings say so: the library computes in 16 bits what rows have beyond a threshold."""
     model_dir = quantized("qwen2", "bnb-int8")
     assert resolve(settings(model_dir))[0].quantize == "none"
-    stored, down = load_file(model_dir / "model.safetensors"), parameters(model_dir, "int8").take_linear("layers.1.down")
+    stored, down = (
+        load_file(model_dir / "model.safetensors"),
+        parameters(model_dir, "int8").take_linear("layers.1.down"),
+    )
     assert torch.equal(down.weight, stored[f"{DOWN}.weight"])
     assert down.scales is not None
     assert torch.equal(down.scales, stored[f"{DOWN}.SCB"] * (1 / 127))
@@ -249,12 +254,20 @@ def stating(**changes: object) -> Callable[[Tensors], object]:
     [
         ("bnb-nf4", drop("weight.absmax"), r"cannot be read without .*down_proj\.weight\.absmax, which is missing"),
         ("bnb-nf4", drop("weight.quant_map"), r"without .*quant_map, which is missing"),
-        ("bnb-nf4", drop(STATE), r"down_proj: it needs one tensor .*bitsandbytes__ with nf4 or fp4 behind it, and has 0"),
+        (
+            "bnb-nf4",
+            drop(STATE),
+            r"down_proj: it needs one tensor .*bitsandbytes__ with nf4 or fp4 behind it, and has 0",
+        ),
         ("bnb-nf4", drop("weight.nested_absmax"), r"nested_absmax or nested_quant_map is missing: download"),
         ("bnb-fp4", put("weight.nested_absmax", torch.ones(1)), "absmax is in floating point and has a nested_absmax"),
         ("bnb-fp4", drop("weight.absmax"), r"down_proj\.weight has shape \[1536, 1\]|is missing"),
         ("bnb-nf4", replaced("weight", lambda weight: weight[1:]), r"down_proj\.weight has shape \[3071, 1\]"),
-        ("bnb-nf4", replaced("weight", lambda weight: weight[: len(weight) // 2]), r"has 1536 bytes, and .* implies 3072"),
+        (
+            "bnb-nf4",
+            replaced("weight", lambda weight: weight[: len(weight) // 2]),
+            r"has 1536 bytes, and .* implies 3072",
+        ),
         ("bnb-nf4", replaced("weight", lambda weight: weight.int()), r"down_proj\.weight has dtype I32"),
         ("bnb-nf4", replaced("weight.absmax", lambda largest: largest[1:]), r"weight\.absmax has shape \[95\]"),
         ("bnb-nf4", replaced("weight.absmax", lambda largest: largest[::2]), "absmax has 48 numbers, and blocks of 64"),
@@ -271,9 +284,17 @@ def stating(**changes: object) -> Callable[[Tensors], object]:
         ("bnb-nf4", stating(nested_offset=None), "nested_offset of its quant_state must be a number, got None"),
         ("bnb-nf4", stating(nested_blocksize=-1), "nested_blocksize -1 of its quant_state is not supported"),
         ("bnb-int8", drop("SCB"), r"without .*down_proj\.SCB, which is missing"),
-        ("bnb-int8", replaced("SCB", lambda largest: largest[1:]), r"SCB has shape \[63\], config\.json implies \[64\]"),
+        (
+            "bnb-int8",
+            replaced("SCB", lambda largest: largest[1:]),
+            r"SCB has shape \[63\], config\.json implies \[64\]",
+        ),
         ("bnb-int8", replaced("SCB", lambda largest: largest / 0), "are NaN or infinite"),
-        ("bnb-int8", put("weight_format", torch.tensor(2, dtype=torch.uint8)), "weight_format 2 is an order of numbers"),
+        (
+            "bnb-int8",
+            put("weight_format", torch.tensor(2, dtype=torch.uint8)),
+            "weight_format 2 is an order of numbers",
+        ),
         ("bnb-int8", replaced("weight", torch.Tensor.bfloat16), r"weight has dtype BF16, and .*\.SCB is there"),
     ],
 )
@@ -296,9 +317,17 @@ def test_broken_files_are_refused(
         ("bnb-nf4", {"load_in_4bit": False}, "one of load_in_4bit and load_in_8bit must be true"),
         ("bnb-nf4", {"load_in_8bit": True}, "one of load_in_4bit and load_in_8bit must be true"),
         ("bnb-nf4", {"load_in_4bit": "yes"}, "load_in_4bit must be true or false, got 'yes'"),
-        ("bnb-nf4", {"bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type 'int4' is not supported; supported: nf4, fp4"),
+        (
+            "bnb-nf4",
+            {"bnb_4bit_quant_type": "int4"},
+            "bnb_4bit_quant_type 'int4' is not supported; supported: nf4, fp4",
+        ),
         ("bnb-nf4", {"llm_int8_skip_modules": "lm_head"}, "llm_int8_skip_modules must be a list of strings"),
-        ("bnb-nf4", {"load_in_4bit": False, "load_in_8bit": True}, r"weight has dtype U8, which its format stores as I8"),
+        (
+            "bnb-nf4",
+            {"load_in_4bit": False, "load_in_8bit": True},
+            r"weight has dtype U8, which its format stores as I8",
+        ),
         ("bnb-int8", {"load_in_4bit": True, "load_in_8bit": False}, r"cannot be read without .*absmax|has shape"),
     ],
 )

@@ -325,7 +325,7 @@ def make_bitsandbytes() -> None:
             tensors[f"{module}.weight"] = packed
 
         def means(module: str, dtype: torch.dtype) -> Tensor:
-            # The library's code for AVX-512 mistakes blocks that have numbers of two rows; this is its code for any CPU.
+            # The library's code for AVX-512 mistakes blocks with numbers of two rows; this is its code for any CPU.
             packed, state = made[module]
             return _dequantize_4bit_compute(
                 packed.view(-1), state.absmax, state.code, state.blocksize, state.shape, dtype

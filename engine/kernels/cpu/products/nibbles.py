@@ -90,7 +90,7 @@ class _Vectors:
         self.ints, self.floats, self._halves, self._octets = (
             ir.VectorType(kind, self.lanes) for kind in (INT32, FLOAT, HALF, INT8)
         )
-        self._pairs = ir.VectorType(ir.IntType(16), 2 * self.lanes)
+        self.pairs = ir.VectorType(ir.IntType(16), 2 * self.lanes)
         self.bytes = ir.VectorType(INT8, QUAD * self.lanes)
         self.nothing = ir.Constant(self.floats, [0.0] * self.lanes)
 
@@ -132,7 +132,7 @@ class _Vectors:
     def dot_pairs(self, left: Value, right: Value) -> Value:
         """The sum of the products of each lane's two int16."""
         name = "llvm.x86.avx512.pmaddw.d.512" if knows_avx512() else "llvm.x86.avx2.pmadd.wd"
-        left, right = (self.emit.builder.bitcast(lanes, self._pairs) for lanes in (left, right))
+        left, right = (self.emit.builder.bitcast(lanes, self.pairs) for lanes in (left, right))
         return self.emit.call(name, self.ints, left, right)
 
     def multiply(self, total: Value | None, weights: Value, activations: Value) -> Value:
@@ -142,14 +142,14 @@ class _Vectors:
             name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
             return self.emit.call(name, self.ints, total, builder.bitcast(weights, self.ints), activations)
         name = "llvm.x86.avx512.pmaddubs.w.512" if knows_avx512() else "llvm.x86.avx2.pmadd.ub.sw"
-        products = self.emit.call(name, self._pairs, weights, builder.bitcast(activations, self.bytes))
+        products = self.emit.call(name, self.pairs, weights, builder.bitcast(activations, self.bytes))
         return products if total is None else builder.add(total, products)
 
     def widened(self, sums: Value, total: Value, factor: int = 1) -> Value:
         """`sums` of `multiply`: with `total` in them if they are int32; else, in int16, total + factor * sums."""
         if knows_vnni():
             return sums
-        factors = ir.Constant(self._pairs, [factor] * 2 * self.lanes)
+        factors = ir.Constant(self.pairs, [factor] * 2 * self.lanes)
         return self.emit.builder.add(total, self.dot_pairs(sums, factors))
 
     def add_scaled(self, exact: Value, factor: Value, scale: Value, total: Value) -> Value:
@@ -356,23 +356,26 @@ class _Tile:
     def _step_of_halves(
         self, inputs_at: list[Value], weights_at: list[Value], totals: list[Value], *, prefetches: bool
     ) -> list[Value]:
-        """As `_step`, for levels of NF4 on CPUs without VNNI."""
-        emit, vectors = self._emit, self.vectors
+        """As `_step`, for levels of NF4 on CPUs without VNNI. A loop, because this is the largest part of the code."""
+        emit, builder, vectors = self._emit, self._emit.builder, self.vectors
         prefetched_at = weights_at[:: LANES // vectors.lanes] if prefetches else []
-        halves: list[list[Value | None]] = [[None] * len(totals), [None] * len(totals)]
-        for octet in range(_STEP // (2 * QUAD)):
-            columns = [vectors.nibbles(emit.at(at, octet * VECTOR_BYTES)) for at in weights_at]
+        nothing = ir.Constant(vectors.pairs, [0] * 2 * vectors.lanes)
+        with emit.loop(INT64(_STEP // (2 * QUAD)), [nothing] * (2 * len(totals))) as octets:
+            b_offset = builder.mul(octets.index, INT64(VECTOR_BYTES))
+            columns = [vectors.nibbles(emit.at(at, b_offset)) for at in weights_at]
             for at in prefetched_at:
-                emit.prefetch(emit.at(emit.at(at, self._ahead), octet * VECTOR_BYTES), to_l2=True)
-            for levels, sums in zip(_NF4_HALVES, halves, strict=True):
+                emit.prefetch(emit.at(emit.at(at, self._ahead), b_offset), to_l2=True)
+            inputs = [emit.at(at, builder.mul(octets.index, INT64(2 * QUAD))) for at in inputs_at]
+            fours = [[vectors.splat(emit.load(emit.at(at, QUAD * part), INT32)) for part in range(2)] for at in inputs]
+            sums: list[Value | None] = [*octets.carried]
+            for half, levels in enumerate(_NF4_HALVES):
                 found = [[vectors.looked_up(levels, numbers) for numbers in column] for column in columns]
-                for row, at in enumerate(inputs_at):
-                    fours_at = [emit.at(at, QUAD * (2 * octet + part)) for part in range(2)]
-                    fours = [vectors.splat(emit.load(four_at, INT32)) for four_at in fours_at]
-                    for number, column in enumerate(found, row * len(columns)):
-                        for weights, four in zip(column, fours, strict=True):
-                            sums[number] = vectors.multiply(sums[number], weights, four)
-        return self._sum_of_halves(halves, totals)
+                pairs = [(column, of_row) for of_row in fours for column in found]
+                for number, (column, of_row) in enumerate(pairs, half * len(totals)):
+                    for weights, four in zip(column, of_row, strict=True):
+                        sums[number] = vectors.multiply(sums[number], weights, four)
+            octets.next = [*filter(None, sums)]
+        return self._sum_of_halves([[*octets.next[: len(totals)]], [*octets.next[len(totals) :]]], totals)
 
     def _sum_of_halves(self, halves: list[list[Value | None]], totals: list[Value]) -> list[Value]:
         """totals and the sums of products with the low bits of weights, and with their high ones."""

@@ -65,8 +65,11 @@ or, if all matrices have them, steps of int8.
 """
 STEP_GROUP, MAX_STEP = 32, 17
 """Inputs that share a step of int8, and the largest step: 15 of them are 255."""
-MAX_ZERO = 16
+ZERO_BITS = 4
+MAX_ZERO = 2**ZERO_BITS
 """The largest zero of weights of 4 bits."""
+BLOCK_HEAD_BYTES = 8
+"""Bytes of a block of activations, in int4, before these."""
 EIGHT_BITS_ZERO = 128
 """The zero of weights of 8 bits beside int4."""
 IN_FP32, IN_BF16 = 0, 1

@@ -27,6 +27,7 @@ from engine.kernels.cpu.compilation.parts import select_by_dtype
 from engine.kernels.cpu.compilation.pieces import Piece, caller, element_of
 from engine.kernels.cpu.machine import (
     AMX_TILE_ROW_BYTES,
+    BLOCK_HEAD_BYTES,
     FLOAT_BYTES,
     IN_BF16,
     IN_FP32,
@@ -47,7 +48,7 @@ from engine.kernels.cpu.products.amx import (
     release_amx,
 )
 from engine.kernels.cpu.products.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
-from engine.kernels.cpu.products.nibbles import BLOCK_HEAD_BYTES, bytes_per_input, panel_bytes
+from engine.kernels.cpu.products.nibbles import bytes_per_input, panel_bytes
 from engine.kernels.cpu.products.operand_rows import put_values
 from engine.kernels.cpu.products.packing import operand_dtypes
 from engine.kernels.cpu.products.row_tiles import multiply_rows

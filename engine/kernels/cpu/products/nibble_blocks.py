@@ -22,8 +22,7 @@ from engine.kernels.cpu.compilation.emitter import (
     emitted,
     largest_of,
 )
-from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, LANES, knows_vnni
-from engine.kernels.cpu.products.nibbles import BLOCK_HEAD_BYTES, ZERO_BITS
+from engine.kernels.cpu.machine import BLOCK_HEAD_BYTES, FLOAT_BYTES, INT8_LEVELS, LANES, ZERO_BITS, knows_vnni
 
 
 @emitted

@@ -34,6 +34,7 @@ from llvmlite import ir
 
 from engine.kernels.cpu.compilation.emitter import FLOAT, HALF, INT8, INT32, INT64, Emitter, Value
 from engine.kernels.cpu.machine import (
+    BLOCK_HEAD_BYTES,
     CACHE_LINE_BYTES,
     EIGHT_BITS,
     FLOAT_BYTES,
@@ -46,14 +47,11 @@ from engine.kernels.cpu.machine import (
     PANEL,
     QUAD,
     VECTOR_BYTES,
+    ZERO_BITS,
     knows_avx512,
     knows_vnni,
 )
 
-ZERO_BITS = 4
-"""MAX_ZERO is 2 to this."""
-BLOCK_HEAD_BYTES = 8
-"""Bytes of a block before its activations."""
 SCALES_BYTES = PANEL * (HALF_BYTES + 1)
 """Bytes of the scales and zeros of a panel's group."""
 _STEP = 32

@@ -8,9 +8,8 @@ from numba import types
 from engine.kernels.cpu.arguments import Address, Element
 from engine.kernels.cpu.compilation.parts import select_by_dtype
 from engine.kernels.cpu.compilation.pieces import Piece, caller, element_of
-from engine.kernels.cpu.machine import INT8_LEVELS, LANES, VECTOR_BYTES
+from engine.kernels.cpu.machine import BLOCK_HEAD_BYTES, INT8_LEVELS, LANES, VECTOR_BYTES
 from engine.kernels.cpu.products.nibble_blocks import quantise_block
-from engine.kernels.cpu.products.nibbles import BLOCK_HEAD_BYTES
 from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, scale_row, to_bf16
 
 _LEVELS = np.float32(INT8_LEVELS)

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.kernels.cpu.arguments import COLUMN_AT, DEPTH, NUMBERS, ORDER_END, WEIGHT_AT, Array, Int32s, Int64s, Weights
 from engine.kernels.cpu.buffers import aligned, round_up
 from engine.kernels.cpu.machine import (
+    BLOCK_HEAD_BYTES,
     CACHE_LINE_BYTES,
     EIGHT_BITS,
     FLOAT_BYTES,
@@ -32,12 +33,7 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
     widens_ahead,
 )
-from engine.kernels.cpu.products.nibbles import (
-    BLOCK_HEAD_BYTES,
-    SCALES_BYTES,
-    bytes_per_input,
-    panel_bytes,
-)
+from engine.kernels.cpu.products.nibbles import SCALES_BYTES, bytes_per_input, panel_bytes
 from engine.kernels.cpu.products.steps import HEAD_BYTES, stepped_panel_bytes
 from engine.kernels.cpu.products.tiles import form_bytes
 

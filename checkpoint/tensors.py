@@ -57,11 +57,27 @@ def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:
     if not index_path.exists():
         if link := next((path for path in (model_dir / SINGLE_FILE, index_path) if path.is_symlink()), None):
             raise ConfigurationError(f"{link} is a link that leads nowhere: {_AGAIN}")
-        pickled = sorted(path.name for path in model_dir.glob("*.bin"))
-        hint = f"; {pickled[0]} is in a format that can run code: run tandem convert {model_dir} OUT" if pickled else ""
-        hint = hint or hint_at_gguf(model_dir)
+        hint = _hint_at_pickles(model_dir) or hint_at_gguf(model_dir)
         raise ConfigurationError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     return _read_sharded(model_dir, index_path)
+
+
+def _hint_at_pickles(folder: Path) -> str:
+    """What to do about a folder of pickles without safetensors; empty if it has none. Raises ConfigurationError."""
+    if (pickle := next(iter(sorted(folder.glob("*.bin"))), None)) is None:
+        return ""
+    require_readable_pickle(folder, pickle)
+    return f"; {pickle.name} is in a format that can run code: run tandem convert {folder} OUT"
+
+
+def require_readable_pickle(folder: Path, pickle: Path) -> None:
+    """Raise ConfigurationError for a pickle of torchao's tensors, which are objects that only its own code can read."""
+    quantization = read_json(folder / "config.json", optional=True).get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "torchao":
+        raise ConfigurationError(
+            f"{pickle} has tensors of torchao in a format that can run code, and is not read: save the model again "
+            "with transformers 5 and torchao 0.15 or later, which write safetensors, or serve the original checkpoint"
+        )
 
 
 def read_sample(tensor: StoredTensor) -> bytes:

@@ -215,8 +215,8 @@ def rounds_to_steps(specs: Sequence[ParameterSpec], modules: Mapping[str, Quanti
 
 
 def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> StoredMatrices | None:
-    """How to multiply the matrices of a checkpoint in int4; None unless matrices of layers are in 4 bits as the
-    compiled decoder multiplies them, and the others in 8 bits or more.
+    """How to multiply the matrices of a checkpoint in int4; None unless matrices of layers are in at most 4 bits as the
+    compiled decoder multiplies them, and the others in more.
     """
     matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
     if any(spec.unit_rows or spec.offset for spec in matrices):
@@ -225,7 +225,7 @@ def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModul
     in_int8: set[str] = set()
     for spec in matrices:
         stored = [module for source in spec.sources if (module := modules.get(source.name)) is not None]
-        in_int4 = [module.int4_group for module in stored if module.storage.num_bits == 4]
+        in_int4 = [module.int4_group for module in stored if module.storage.num_bits <= 4]
         groups += in_int4
         if len(in_int4) < len(spec.sources):
             in_int8.add(spec.name)

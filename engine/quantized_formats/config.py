@@ -5,9 +5,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from checkpoint.config_json import read_config, read_json
+from engine.quantized_formats.auto_round_config import auto_round
 from engine.quantized_formats.compressed_tensors_config import compressed_tensors
+from engine.quantized_formats.hqq_config import hqq
 from engine.quantized_formats.members import RawConfig, block_sizes, flag, group_size, member, require, target_names
 from engine.quantized_formats.storage import MatrixStorage, ModuleGroup, Quantization
+from engine.quantized_formats.torchao_config import torchao
+from engine.quantized_formats.unread import METHODS as UNREAD
 from mesh.domain.errors import ConfigurationError
 
 
@@ -23,6 +27,8 @@ def read_quantization(model_dir: Path) -> Quantization | None:
             return None
         raw = {"quant_method": "gptq", **raw}
     method = raw.get("quant_method") if isinstance(raw, dict) else None
+    if isinstance(method, str) and method in UNREAD:
+        raise ConfigurationError(f"{path}: quant_method {method} is not supported: {UNREAD[method]}")
     if not isinstance(method, str) or method not in _METHODS:
         raise ConfigurationError(
             f"{path}: quant_method {method!r} is not supported; supported: {', '.join(_METHODS)}: serve a checkpoint "
@@ -60,7 +66,7 @@ def _gptq(raw: RawConfig) -> Quantization:
     def storage(facts: RawConfig) -> MatrixStorage:
         return MatrixStorage(
             "gptq",
-            require(facts, "bits", 4, 8),
+            require(facts, "bits", 2, 3, 4, 8),
             block_inputs=group_size(facts),
             is_symmetric=flag(facts, "sym", default=False),
             has_group_index=flag(facts, "desc_act", default=False),
@@ -112,4 +118,8 @@ _METHODS: Mapping[str, Callable[[RawConfig], Quantization]] = {
     "fbgemm_fp8": _fbgemm_fp8,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    "auto-round": auto_round,
+    "intel/auto-round": auto_round,
+    "hqq": hqq,
+    "torchao": torchao,
 }

@@ -42,12 +42,13 @@ Parts = Mapping[str, Part]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedMatrix:
-    """Number [output, input] of the matrix is (values[output, input] - zeros[output, g]) * scales[output, g], where g
-    is groups[input]. Without `groups`, the inputs are divided into equal groups in their order.
+    """Number [output, input] of the matrix is (values[output, input] - zeros[output, g]) * scales[output, g] +
+    shifts[output, g], where g is groups[input]. Without `groups`, the inputs are divided into equal groups in their
+    order.
 
-    values: [outputs, inputs], integers or fp8; scales: [outputs, num_groups] fp32; zeros: as scales, or None for 0;
-    groups: int64 [inputs]. With `levels`, fp32 and of 16 numbers, `values` number the levels that count in their place.
-    `factor` multiplies every number at last.
+    values: [outputs, inputs], integers or fp8; scales: [outputs, num_groups] fp32; zeros and shifts: as scales, or None
+    for 0; groups: int64 [inputs]. With `levels`, fp32 and of 16 numbers, `values` number the levels that count in their
+    place. `factor` multiplies every number at last.
     """
 
     values: Tensor
@@ -56,11 +57,12 @@ class QuantizedMatrix:
     groups: Tensor | None = None
     levels: Tensor | None = None
     factor: float = 1.0
+    shifts: Tensor | None = None
 
     def select(self, outputs: slice | Tensor) -> "QuantizedMatrix":
         """The matrix with these outputs, in this order."""
-        zeros = None if self.zeros is None else self.zeros[outputs]
-        return replace(self, values=self.values[outputs], scales=self.scales[outputs], zeros=zeros)
+        zeros, shifts = (None if part is None else part[outputs] for part in (self.zeros, self.shifts))
+        return replace(self, values=self.values[outputs], scales=self.scales[outputs], zeros=zeros, shifts=shifts)
 
     def input_order(self) -> Tensor | None:
         """The inputs, int64 [inputs], group by group; None if the inputs of each group are neighbours already."""
@@ -114,6 +116,8 @@ class QuantizedMatrix:
             out.mul_(self._spread(rows.scales))
             if self.factor != 1.0:
                 out.mul_(self.factor)
+            if rows.shifts is not None:
+                out.add_(self._spread(rows.shifts))
         return result
 
     def require_finite(self, name: str) -> None:
@@ -138,11 +142,18 @@ class QuantizedMatrix:
 
 
 def unpack(packed: Tensor, num_bits: int) -> Tensor:
-    """Integers of 4 or 8 bits without sign, the lowest bits first: int32 [rows, words] -> uint8 [rows, numbers]."""
+    """Integers of 2, 3, 4 or 8 bits without sign, the lowest bits first: int32 [rows, words] -> uint8 [rows, numbers].
+    Integers of 3 bits may lie in two words.
+    """
     octets = packed.reshape(-1).view(torch.uint8).view(packed.shape[0], -1)  # a row of one word may have any stride
     if num_bits == 8:
         return octets
-    return torch.stack((octets & 15, octets >> 4), -1).flatten(1)
+    if num_bits == 3:
+        eights = octets.view(packed.shape[0], -1, 3).int()
+        bits = eights[..., 0] | eights[..., 1] << 8 | eights[..., 2] << 16
+        return torch.stack([(bits >> first & 7).to(torch.uint8) for first in range(0, 24, 3)], -1).flatten(1)
+    mask = 2**num_bits - 1
+    return torch.stack([octets >> first & mask for first in range(0, 8, num_bits)], -1).flatten(1)
 
 
 def count_groups(storage: MatrixStorage, num_inputs: int) -> int:
@@ -166,3 +177,34 @@ def read_groups(index: Tensor | None, num_groups: int) -> Tensor | None:
     if (num_named := int(torch.bincount(index).count_nonzero())) < num_groups:
         raise ConfigurationError(f"its index names {num_named} of its {num_groups} groups: it is broken")
     return index.to(torch.int64)
+
+
+def scale_shapes(storage: MatrixStorage, shape: Shape) -> tuple[tuple[int, ...], ...]:
+    """Shapes of scales: numbers that are one for all outputs, or for all inputs, may lack that dimension."""
+    rows, columns = _num_scales(storage, shape)
+    shapes: list[tuple[int, ...]] = [(rows, columns)]
+    if columns == 1:
+        shapes.append((rows,))
+    if (rows, columns) == (1, 1):
+        shapes.append(())
+    return tuple(shapes)
+
+
+def _num_scales(storage: MatrixStorage, shape: Shape) -> Shape:
+    num_outputs, num_inputs = shape
+    if storage.block_rows == 1:
+        return num_outputs, count_groups(storage, num_inputs)
+    rows = -(-num_outputs // storage.block_rows) if storage.block_rows else 1
+    return rows, -(-num_inputs // storage.block_inputs) if storage.block_inputs else 1
+
+
+def by_output(numbers: Tensor, storage: MatrixStorage, shape: Shape) -> Tensor:
+    """Scales or zeros as stored -> [outputs, num_groups]."""
+    rows, columns = _num_scales(storage, shape)
+    return numbers.float().reshape(rows, columns).repeat_interleave(storage.block_rows or shape[0], 0)[: shape[0]]
+
+
+def groups_of_blocks(storage: MatrixStorage, shape: Shape) -> Tensor | None:
+    """The group of each input of a matrix in blocks, the last of which may be narrower; None for other matrices."""
+    is_in_blocks = storage.block_rows > 1 and storage.block_inputs
+    return torch.arange(shape[1]) // storage.block_inputs if is_in_blocks else None

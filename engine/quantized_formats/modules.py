@@ -8,20 +8,25 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
 from engine.kernels.cpu.machine import LANES
-from engine.quantized_formats import awq, bitsandbytes, compressed_tensors, gptq, mxfp4
+from engine.quantized_formats import awq, bitsandbytes, compressed_tensors, gptq, hqq, mxfp4, torchao
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
-from engine.quantized_formats.storage import Format, MatrixStorage, Quantization
+from engine.quantized_formats.storage import BYTES, Format, MatrixStorage, Quantization
+from engine.quantized_formats.unread import why_unread
 from mesh.domain.errors import ConfigurationError
 
 StoredTensors = Mapping[str, StoredTensor]
 
-_MATRICES = ("weight", "qweight", "weight_packed")
+_MATRICES = ("weight", "qweight", "weight_packed", "W_q", torchao.MATRIX)
 """Names of the tensor that holds the numbers of a module's matrix; each module has one of them."""
 _QUANTIZED = tuple(f".{part}" for part in (*_MATRICES[1:], bitsandbytes.ABSMAX))
 """Ends of names that only tensors of quantised modules have."""
 _SCALES = ("weight_scale", "weight_scale_inv", "SCB")
-_UNUSED_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
-"""Scales of activations, which are computed here from the activations themselves."""
+_UNUSED_PARTS = (
+    *("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale"),
+    *hqq.UNUSED_PARTS,
+    *torchao.UNUSED_PARTS,
+)
+"""Scales of activations, which are computed here from the activations themselves, and what config.json says, too."""
 
 
 class _Reader(NamedTuple):
@@ -39,6 +44,8 @@ _READERS: Mapping[Format, _Reader] = {
     "mxfp4": _Reader(mxfp4.parts, mxfp4.read),
     "bnb-4bit": _Reader(bitsandbytes.parts_4bit, bitsandbytes.read_4bit),
     "bnb-8bit": _Reader(bitsandbytes.parts_8bit, bitsandbytes.read_8bit),
+    "hqq": _Reader(hqq.parts, hqq.read),
+    "torchao": _Reader(torchao.parts, torchao.read),
 }
 
 
@@ -61,7 +68,7 @@ class QuantizedModule:
     def fp8_group(self) -> int | None:
         """Inputs that share a scale, if the matrix is as our encoding "fp8" has it; None if it is in another form."""
         storage, group = self.storage, self.storage.block_inputs or self.shape[1]
-        is_plain = storage.format == "plain" and storage.is_symmetric and not storage.has_group_index
+        is_plain = storage.format in BYTES and storage.is_symmetric and not storage.has_group_index
         return group if is_plain and self.dtype == "F8_E4M3" and group % LANES == 0 else None
 
     @property
@@ -97,6 +104,8 @@ def find_module(
     Modules are quantised if their tensors are, whatever lists of exceptions config.json has. Raises ConfigurationError
     with the file and the tensor if config.json and the tensors do not fit.
     """
+    if f"{name}.weight" not in stored or not _is_float(stored[f"{name}.weight"]):
+        _require_read(name, stored)
     matrices = [f"{name}.{matrix}" for matrix in _MATRICES if f"{name}.{matrix}" in stored]
     is_plain = matrices == [f"{name}.weight"] and not is_packed(name, stored)
     if is_plain and quantization is not None and _is_float(stored[matrices[0]]):
@@ -144,6 +153,13 @@ def find_module(
 def is_packed(name: str, stored: StoredTensors) -> bool:
     """True if bitsandbytes has packed the matrix of a module, whose numbers may then be called floats."""
     return f"{name}.{bitsandbytes.ABSMAX}" in stored
+
+
+def _require_read(name: str, stored: StoredTensors) -> None:
+    """Raise ConfigurationError for a module whose tensors are of a format that is not read."""
+    if (reason := why_unread(name, stored)) is not None:
+        folder = next(iter(stored.values())).path.parent
+        raise ConfigurationError(f"{folder}: {reason}")
 
 
 def _require_no_scales(name: str, stored: StoredTensors) -> None:

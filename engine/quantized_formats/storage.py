@@ -7,7 +7,9 @@ from typing import Literal
 from checkpoint.multimodal import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS
 
-Format = Literal["awq", "gptq", "packed", "plain", "mxfp4", "bnb-4bit", "bnb-8bit"]
+Format = Literal["awq", "gptq", "packed", "plain", "mxfp4", "bnb-4bit", "bnb-8bit", "hqq", "torchao"]
+BYTES: tuple[Format, ...] = ("plain", "bnb-8bit", "torchao")
+"""Formats that store an int8 or fp8 matrix as it is."""
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Numbers that may share a scale in files of bitsandbytes."""
 
@@ -17,7 +19,7 @@ class MatrixStorage:
     """How a matrix is stored. Each scale is for `block_rows` outputs and `block_inputs` inputs; 0: for all of them.
 
     A matrix that is not symmetric has zeros, too. With `has_group_index` a tensor says which group an input belongs to.
-    `int8_rows`: the matrix was made to be multiplied with activations in int8.
+    `int8_rows`: the matrix was made to be multiplied with activations in int8. `has_real_zeros`: zeros are no integers.
     """
 
     format: Format
@@ -29,19 +31,20 @@ class MatrixStorage:
     has_group_index: bool = False
     zeros_minus_one: bool = False
     int8_rows: bool = False
+    has_real_zeros: bool = False
 
     @property
     def is_int8(self) -> bool:
         """True if the matrix is int8 with a scale for each output, as our encoding "int8" has it."""
         per_output = self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
-        return per_output and self.format in ("plain", "bnb-8bit") and (self.num_bits, self.is_float) == (8, False)
+        return per_output and self.format in BYTES and (self.num_bits, self.is_float) == (8, False)
 
     @property
     def int4_group(self) -> int | None:
         """Inputs that share a scale in int4 of the compiled decoder, as our encoding "int4" has it: as many as here, or
-        fewer. None if the matrix is in another form.
+        fewer. Integers of 2 and 3 bits are some of 4. None if the matrix is in another form.
         """
-        if (self.num_bits, self.is_float) != (4, False) or self.block_rows > 1:
+        if self.num_bits > 4 or self.is_float or self.has_real_zeros or self.block_rows > 1:
             return None
         return max((group for group in INT4_GROUPS if self.block_inputs % group == 0), default=None)
 

@@ -17,7 +17,7 @@ from checkpoint.config_json import read_config, read_json, require_searchable
 from checkpoint.files import copy_other_files, require_other_files
 from checkpoint.gguf.file import hint_at_gguf
 from checkpoint.new_folder import new_folder
-from checkpoint.tensors import SINGLE_FILE
+from checkpoint.tensors import SINGLE_FILE, require_readable_pickle
 from checkpoint.watched_files import WatchedFiles
 from engine.bus_errors import name_if_cut_off
 from engine.quantizer.shards import ShardWriter
@@ -37,6 +37,7 @@ def convert_folder(folder: Path, out: Path) -> int:
     is_adapter = paths[0].name == _ADAPTER
     if not is_adapter:
         _require_config(folder)
+        require_readable_pickle(folder, paths[0])
     require_other_files(folder)
     files = WatchedFiles.of(paths)
     name_if_cut_off(paths)

@@ -204,6 +204,78 @@ def bitsandbytes_8bit(weight: Tensor) -> Stored:
     return parts, values * largest[:, None] * (1 / 127)
 
 
+def three_bits(weight: Tensor, group: int = GROUP) -> Stored:
+    """GPTQ of 3 bits: number k of 32 has bits 3k to 3k + 2 of three words. Raises ConfigurationError."""
+    if any(size % 32 for size in weight.shape):
+        raise ConfigurationError("32 integers of 3 bits are packed together, and its sizes are no multiples of 32")
+    group_of = in_order(weight.shape[1], group)
+    values, scales, zeros = rounded(weight, 3, group_of, symmetric=False)
+    zeros = zeros.clamp(min=1)
+    parts = {"qweight": _pack_bits(values, 3).t(), "qzeros": _pack_bits(zeros.t() - 1, 3), "scales": scales.t()}
+    return parts, meaning(values, scales, zeros, group_of)
+
+
+def _pack_bits(numbers: Tensor, bits: int) -> Tensor:
+    """A stream of bits: numbers [rows, columns] without sign -> int32 [rows, columns * bits / 32]."""
+    stream = numbers.long()[..., None] >> torch.arange(bits) & 1
+    words = (stream.reshape(len(numbers), -1, 32) << torch.arange(32)).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def auto_round(weight: Tensor, group: int = GROUP) -> Stored:
+    """Symmetric in the whole range: the number that is furthest from 0 becomes -8, so that scales have a sign."""
+    group_of = in_order(weight.shape[1], group)
+    by_group = weight.reshape(len(weight), -1, group)
+    furthest = by_group.gather(2, by_group.abs().argmax(2, keepdim=True))[:, :, 0]
+    scales = torch.where(furthest.abs() < _LEAST_SCALE, _LEAST_SCALE, -furthest / 8).half()
+    zeros = torch.full(scales.shape, 8.0)
+    values = (torch.round(weight / scales.float()[:, group_of]) + 8).clamp(0, 15)
+    parts = {"qweight": pack(values, 4).t(), "qzeros": pack(zeros.t() - 1, 4), "scales": scales.t()}
+    return parts, meaning(values, scales, zeros, group_of)
+
+
+def hqq(weight: Tensor) -> Stored:
+    """Zeros are real numbers. The first half of all groups is in the high bits, the second in the low ones."""
+    group_of = in_order(weight.shape[1])
+    values, scales, zeros = rounded(weight, 4, group_of, symmetric=False)
+    zeros = (zeros + 0.3125).half()
+    by_group = values.reshape(-1, GROUP).to(torch.uint8)
+    half = len(by_group) // 2
+    parts = {
+        "W_q": by_group[:half] << 4 | by_group[half:],
+        "scale": scales.reshape(-1, 1),
+        "zero": zeros.reshape(-1, 1),
+    }
+    facts = {"nbits": 4, "group_size": GROUP, "axis": 1, "shape": list(weight.shape)}
+    parts |= {name: torch.tensor(fact) for name, fact in facts.items()}
+    parts |= {"packing": torch.tensor(list(b"4bit_u8")), "quant_zero": torch.tensor(0, dtype=torch.uint8)}
+    return parts, meaning(values, scales, zeros.float(), group_of)
+
+
+def torchao(weight: Tensor, bits: int, group: int = GROUP) -> Stored:
+    """Integers with a sign, each in a byte."""
+    group_of = in_order(weight.shape[1], group)
+    values, scales, zeros = rounded(weight, bits, group_of, symmetric=False)
+    middle = 2 ** (bits - 1)
+    parts = {"qdata": values - middle, "scale": scales, "zero_point": zeros - middle}
+    stored = {name: tensor if name == "scale" else tensor.to(torch.int8) for name, tensor in parts.items()}
+    return {f"_weight_{name}": tensor for name, tensor in stored.items()}, meaning(values, scales, zeros, group_of)
+
+
+def of_torchao(kind: str, **facts: object) -> dict[str, Any]:
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": facts}}}
+
+
+def _intx(bits: int, group: int) -> dict[str, Any]:
+    return of_torchao(
+        "IntxWeightOnlyConfig",
+        weight_dtype={"_type": "torch.dtype", "_data": f"int{bits}"},
+        granularity={"_type": "PerGroup", "_version": 1, "_data": {"group_size": group}},
+        mapping_type={"_type": "MappingType", "_data": "ASYMMETRIC"},
+        intx_packing_format={"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},
+    )
+
+
 def compressed(kind: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True} | dict(weights)}
     return {
@@ -245,10 +317,20 @@ FORMS: dict[str, Form] = {
         lambda weight: bitsandbytes_4bit(weight, "fp4", 128, storage=torch.bfloat16),
     ),
     "bnb-int8": Form(_BNB | {"load_in_4bit": False, "load_in_8bit": True}, bitsandbytes_8bit),
+    "hqq": Form(
+        {
+            "quant_method": "hqq",
+            "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": GROUP, "axis": 1}},
+            "skip_modules": ["lm_head"],
+        },
+        hqq,
+    ),
+    "torchao-8": Form(_intx(8, GROUP), lambda weight: torchao(weight, 8)),
 }
 
 BITSANDBYTES = tuple(form for form in FORMS if form.startswith("bnb"))
 _OF_INT4 = {"group_size": INT4_GROUP}
+_AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "sym": True, "data_type": "int"}
 INT4_FORMS: dict[str, Form] = {
     "awq-32": Form(FORMS["awq"].config | _OF_INT4, lambda weight: awq(weight, INT4_GROUP)),
     "awq-32-mixed": Form(
@@ -274,6 +356,14 @@ INT4_FORMS: dict[str, Form] = {
         compressed("pack-quantized", _INT4 | _OF_INT4 | {"actorder": "group"}),
         lambda weight: w4a16(weight, ordered=True, group=INT4_GROUP),
     ),
+    "gptq-3-bits": Form(
+        _GPTQ | _OF_INT4 | {"bits": 3, "sym": False}, lambda weight: three_bits(weight, group=INT4_GROUP)
+    ),
+    "auto-round-32": Form(
+        _AUTO_ROUND | _OF_INT4 | {"packing_format": "auto_round:auto_gptq"},
+        lambda weight: auto_round(weight, group=INT4_GROUP),
+    ),
+    "torchao-32": Form(_intx(4, INT4_GROUP), lambda weight: torchao(weight, 4, INT4_GROUP)),
 }
 """Forms that the compiled decoder multiplies as they are stored. It rounds matrices that are `kept` to 8 bits."""
 

@@ -431,7 +431,7 @@ def targeting(*targets: object) -> dict[str, Any]:
         ("awq", changed("awq", group_size=0), "group_size must be > 0, or -1"),
         ("awq", changed("awq", group_size=-1), r"qzeros has shape \[4, 8\], config\.json implies \[1, 8\]"),
         ("awq", changed("gptq"), r"qweight has shape \[64, 8\], config\.json implies \[8, 64\]"),
-        ("gptq", changed("gptq", bits=3), "bits 3 is not supported; supported: 4, 8"),
+        ("gptq", changed("gptq", bits=5), "bits 5 is not supported; supported: 2, 3, 4, 8"),
         ("gptq", changed("gptq", checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
         ("gptq", changed("gptq", is_marlin_format=True), "is_marlin_format is not supported"),
         (
@@ -466,7 +466,7 @@ def targeting(*targets: object) -> dict[str, Any]:
         ("fp8", changed("fp8", weight_block_size=[32]), r"weight_block_size must be two sizes above 0, .* got \[32\]"),
         ("fp8", changed("fp8", weight_block_size=[32.5, 32]), "weight_block_size must be two sizes above 0"),
         ("awq", changed("awq", zero_point="yes"), "zero_point must be true or false, got 'yes'"),
-        ("gptq", changed("gptq", bits=4.0), r"bits 4\.0 is not supported; supported: 4, 8"),
+        ("gptq", changed("gptq", bits=4.0), r"bits 4\.0 is not supported; supported: 2, 3, 4, 8"),
         ("gptq", changed("gptq", desc_act="false"), "desc_act must be true or false, got 'false'"),
         ("gptq", changed("gptq", dynamic=["-:x"]), r"dynamic must be an object, got \['-:x'\]"),
         ("gptq", changed("gptq", checkpoint_format="gptq_v2"), 'its zeros are 7.*; set checkpoint_format to "gptq"'),

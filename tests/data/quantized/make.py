@@ -119,41 +119,42 @@ def make_awq() -> None:
     save("awq", tensors, config, means)
 
 
-def make_gptq() -> None:
+def make_gptq_form(folder: str, bits: int, *, symmetric: bool, desc_act: bool, kind: str) -> None:
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
 
-    def make(folder: str, bits: int, *, symmetric: bool, desc_act: bool, kind: str) -> None:
-        tensors = float_model(torch.float16)
-        modules: dict[str, Any] = {}
-        for name in MODULES:
-            weight = tensors.pop(f"{name}.weight")
-            group_of = torch.arange(weight.shape[1]) // GROUP
-            if desc_act:
-                group_of = group_of[torch.randperm(len(group_of), generator=torch.Generator().manual_seed(9))]
-            scales, zeros = ranges(weight, bits, group_of, symmetric)
-            module = TorchLinear(bits, GROUP, symmetric, desc_act, weight.shape[1], weight.shape[0], bias=False)
-            module.pack(linear(weight.float()), scales, zeros, group_of.int())
-            if kind == "gptq":
-                convert_gptq_v2_to_v1_format_module(module, SimpleNamespace(bits=bits, pack_dtype=torch.int32))
-            parts = {part: module.state_dict()[part].clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
-            tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
-            if kind == "gptq":
-                convert_gptq_v1_to_v2_format_module(module, bits, torch.int32)
-            modules[name] = module
+    tensors = float_model(torch.float16)
+    modules: dict[str, Any] = {}
+    for name in MODULES:
+        weight = tensors.pop(f"{name}.weight")
+        group_of = torch.arange(weight.shape[1]) // GROUP
+        if desc_act:
+            group_of = group_of[torch.randperm(len(group_of), generator=torch.Generator().manual_seed(9))]
+        scales, zeros = ranges(weight, bits, group_of, symmetric)
+        module = TorchLinear(bits, GROUP, symmetric, desc_act, weight.shape[1], weight.shape[0], bias=False)
+        module.pack(linear(weight.float()), scales, zeros, group_of.int())
+        if kind == "gptq":
+            convert_gptq_v2_to_v1_format_module(module, SimpleNamespace(bits=bits, pack_dtype=torch.int32))
+        parts = {part: module.state_dict()[part].clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+        if kind == "gptq":
+            convert_gptq_v1_to_v2_format_module(module, bits, torch.int32)
+        modules[name] = module
 
-        def means(name: str, dtype: torch.dtype) -> Tensor:
-            module = modules[name]
-            module.scales = module.scales.to(dtype)
-            return module.dequantize_weight().t().contiguous()
+    def means(name: str, dtype: torch.dtype) -> Tensor:
+        module = modules[name]
+        module.scales = module.scales.to(dtype)
+        return module.dequantize_weight().t().contiguous()
 
-        facts = {"bits": bits, "group_size": GROUP, "desc_act": desc_act, "sym": symmetric, "lm_head": False}
-        meta = {"quantizer": [f"gptqmodel:{version('gptqmodel')}"]}
-        save(folder, tensors, {"quant_method": "gptq", **facts, "checkpoint_format": kind, "meta": meta}, means)
+    facts = {"bits": bits, "group_size": GROUP, "desc_act": desc_act, "sym": symmetric, "lm_head": False}
+    meta = {"quantizer": [f"gptqmodel:{version('gptqmodel')}"]}
+    save(folder, tensors, {"quant_method": "gptq", **facts, "checkpoint_format": kind, "meta": meta}, means)
 
-    make("gptq-v1", 4, symmetric=True, desc_act=False, kind="gptq")
-    make("gptq-v1-asymmetric", 4, symmetric=False, desc_act=True, kind="gptq")
-    make("gptq-v2-8-bits", 8, symmetric=False, desc_act=True, kind="gptq_v2")
+
+def make_gptq() -> None:
+    make_gptq_form("gptq-v1", 4, symmetric=True, desc_act=False, kind="gptq")
+    make_gptq_form("gptq-v1-asymmetric", 4, symmetric=False, desc_act=True, kind="gptq")
+    make_gptq_form("gptq-v2-8-bits", 8, symmetric=False, desc_act=True, kind="gptq_v2")
 
 
 def make_compressed() -> None:

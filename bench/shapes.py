@@ -49,6 +49,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "vocab_size": 128256,
     },
+    "bitnet-2b": {
+        "architectures": ["BitNetForCausalLM"],
+        "model_type": "bitnet",
+        "hidden_act": "relu2",
+        "hidden_size": 2560,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 5,
+        "intermediate_size": 6912,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    },
     "narrow": {
         "hidden_size": 64,
         "num_hidden_layers": 2,

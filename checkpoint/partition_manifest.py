@@ -13,7 +13,7 @@ from mesh.domain.json_text import parse_json
 from mesh.domain.kv import Degrees
 
 MANIFEST = "tandem-partition.json"
-VERSION = 16
+VERSION = 17
 """Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/products/packing.py)."""
 _READ_BYTES = 1 << 24
 

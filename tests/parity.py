@@ -68,7 +68,14 @@ from tests.component.parity import expect, run_mixed
 from tests.component.parity import prompts as mixed_prompts
 from tests.component.remote_families import REMOTE_FAMILIES
 from tests.component.steady_routing import steady
-from tests.component.weights.quantized import BITSANDBYTES, INT4_FORMS, MIXED_FORMS, quantize_checkpoint, twin_of
+from tests.component.weights.quantized import (
+    BITSANDBYTES,
+    INT4_FORMS,
+    MIXED_FORMS,
+    TERNARY_FORMS,
+    quantize_checkpoint,
+    twin_of,
+)
 from tests.component.weights.test_half_weights import copy_narrow
 from tests.e2e.reference import TOLERANCE, Reference
 from tests.mesh_in_process import mesh_in_process, moved_kv
@@ -230,9 +237,10 @@ _TYPES = (
     *_NAMED,
     *INT4_FORMS,
     *MIXED_FORMS,
+    *TERNARY_FORMS,
 )
 _QUANTIZED = (*((form, 34) for form in _TYPES),)
-_ROUNDED = ("bf16", "int8", "w8a8", "w8a8-mixed", *_NAMED, *INT4_FORMS)
+_ROUNDED = ("bf16", "int8", "w8a8", "w8a8-mixed", *_NAMED, *INT4_FORMS, *TERNARY_FORMS)
 """Types of weights with which the compiled decoder rounds activations, or, in int8, weights too."""
 _RANKS = (*_FAMILY, ("over shared memory", 34), ("over gloo", 34))
 RunRow = Callable[[str, Path], Coroutine[Any, Any, tuple[str, bool]]]

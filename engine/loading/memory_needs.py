@@ -8,7 +8,7 @@ import torch
 
 from checkpoint.partition_manifest import read_partition
 from engine.kv.budget import KVMemoryShare
-from engine.loading.resolve import kv_layout, why_eager
+from engine.loading.resolve import keeps_output, kv_layout, why_eager
 from engine.loading.stored_parameters import specs_of
 from engine.loading.weights import WeightsTarget, target_of_table
 from engine.models.encoder_decoder.config import AnyConfig
@@ -52,15 +52,18 @@ def weights_bytes(
     """
     encoding = settings.encoding
     target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype), encoding, is_packed)
+    output_encoding = OUTPUT_ENCODINGS.get(encoding, encoding)
+    if keeps_output(settings):
+        output_encoding = "fp8" if is_packed else "float"  # in bf16, or as it is computed
 
     def itemsize(spec: ParameterSpec) -> float:
         if spec.is_matrix or spec.name == OUTPUT:
-            own = OUTPUT_ENCODINGS.get(encoding, encoding) if spec.name == OUTPUT else encoding
+            own = output_encoding if spec.name == OUTPUT else encoding
             return _MATRIX_BYTES.get(own, target.dtype_of(spec).itemsize)
         return target_of_table(spec, getattr(torch, config.dtype), target).dtype_of(spec).itemsize
 
     num_bytes = sum(prod(spec.held_shape) * itemsize(spec) for spec in specs if spec.is_held)
     if is_packed and isinstance(config, ModelConfig) and config.tied:
-        output = _MATRIX_BYTES.get(OUTPUT_ENCODINGS.get(encoding, encoding), target.dtype.itemsize)
+        output = _MATRIX_BYTES.get(output_encoding, target.dtype.itemsize)
         num_bytes += config.vocab_size * config.embed_width * output
     return int(num_bytes)

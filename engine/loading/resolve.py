@@ -21,6 +21,7 @@ from engine.loading.stored_parameters import (
     stored_in_int4,
     stored_name,
 )
+from engine.loading.ternary import all_ternary
 from engine.models.adapters import change_experts
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -301,6 +302,8 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
         return settings.quantize
     if (quantization := read_quantization(settings.model_dir)) is None:
         return "none"
+    if quantization.is_ternary:
+        return _ternary(settings, config)
     if quantization.is_w8a8:
         return "int8"
     if quantization.is_bitsandbytes and read_partition(settings.model_dir) is None:
@@ -312,6 +315,26 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
     if stored_in_int4(settings.model_dir, parameter_specs(config)) is not None:
         return "int4" if _why_not_packed(settings, config, "int4") is None else "none"
     return "fp8" if _why_not_packed(settings, config, "fp8") is None else "none"
+
+
+def _ternary(settings: RunnerSettings, config: AnyConfig) -> str:
+    """The encoding of a checkpoint with ternary matrices, see engine/loading/ternary.py."""
+    if (partition := read_partition(settings.model_dir)) is not None:
+        return partition.quantize
+    if settings.load_format == "dummy" or isinstance(config, EncoderDecoderConfig):
+        return "int8"
+    specs = parameter_specs(config)
+    modules = read_modules(settings.model_dir, specs)
+    in_steps = all_ternary(specs, modules) and rounds_to_steps(specs, modules)
+    return "int4" if in_steps and _why_not_packed(settings, config, "int4") is None else "int8"
+
+
+def keeps_output(settings: RunnerSettings) -> bool:
+    """True if the output matrix is not rounded beside matrices that are."""
+    if settings.quantize == "none" or settings.load_format == "dummy":
+        return False
+    quantization = read_quantization(settings.model_dir)
+    return quantization is not None and quantization.is_ternary
 
 
 def _arithmetic(settings: RunnerSettings, config: AnyConfig) -> str:
@@ -339,6 +362,9 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig, arithmetic: str) -> s
         return settings.kv_dtype
     if arithmetic == "bf16":
         return "float16"  # finer than bf16, and half of what fp32 takes
+    quantization = read_quantization(settings.model_dir)
+    if arithmetic != "none" and quantization is not None and quantization.is_ternary:
+        return "float16"  # finer than what such models were trained with
     if arithmetic == "none":
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype

@@ -20,6 +20,7 @@ from engine.quantized_formats.storage import Quantization
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 
+_DTYPES = ("F64", "F32", "BF16", "F16")
 _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -111,7 +112,7 @@ def find_modules(
     """
     modules: dict[str, QuantizedModule] = {}
     promised: list[str] = []
-    for source in (source for spec in specs for source in spec.sources):
+    for spec, source in ((each, source) for each in specs for source in each.sources):
         if source.member is not None and len(source.shape) == 3:
             count, num_inputs, num_outputs = source.shape
             names: tuple[str, ...] = (source.name, source.name.partition(".")[2])
@@ -126,14 +127,61 @@ def find_modules(
             found = (find_module(name, (rows, columns), stored, quantization) for name in names)
         else:
             continue
-        if (module := next(filter(None, found), None)) is not None:
-            modules[source.name] = module
+        if (module := next(filter(None, found), None)) is None:
+            continue
+        if module.storage.is_ternary:
+            if not spec.is_matrix and not spec.name.startswith("layers."):
+                continue  # a table of tokens, beside matrices that are rounded
+            has_scaled_bias = module.storage.format == "autobitlinear" and f"{module.name}.bias" in stored
+            _require_linear(spec, source, has_scaled_bias=has_scaled_bias)
+        modules[source.name] = module
     if promised and not modules and not stores_quantized(stored):
         raise ConfigurationError(
             f"{stored[promised[0]].path.parent}: no matrix is quantised, though config.json says so ({quantization}): "
             "remove its quantization_config to serve the weights as they are, or take the quantised files"
         )
     return modules
+
+
+def _require_linear(spec: ParameterSpec, source: Source, *, has_scaled_bias: bool) -> None:
+    """Raise ConfigurationError for a ternary matrix that is not multiplied with rows rounded to int8, or that
+    transformers would not make ternary. `has_scaled_bias`: transformers multiplies its bias by its scale, too.
+    """
+    where = f"{source.name} is ternary (quant_method bitnet), which is not supported for"
+    if spec.name == OUTPUT:
+        raise ConfigurationError(f"{where} output matrices: serve a checkpoint whose modules_to_not_convert names it")
+    if has_scaled_bias:
+        raise ConfigurationError(f"{where} modules with a bias in linear_class autobitlinear: serve the original model")
+    if not spec.is_matrix or source.transposed or source.stack is not None or ".experts." in spec.name:
+        raise ConfigurationError(f"{where} routers, experts, latents and transposed matrices: serve the original model")
+
+
+def require_tensors(
+    model_dir: Path,
+    specs: list[ParameterSpec],
+    stored: Mapping[str, StoredTensor],
+    modules: Mapping[str, QuantizedModule],
+) -> None:
+    """Raise ConfigurationError for tensors that are missing or have another shape or dtype; find_module has checked
+    those of quantised modules.
+    """
+    for source in (source for spec in specs for source in spec.sources if source.name not in modules):
+        name = stored_name(source.name, stored)
+        if name not in stored:
+            files = sorted({tensor.path.name for tensor in stored.values()})
+            raise ConfigurationError(
+                f"{model_dir}: tensor {name} is missing: {', '.join(files) or 'some file'} must have it"
+            )
+        if stored[name].dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"{stored[name].path}: tensor {name} has dtype {stored[name].dtype}, not one of {', '.join(_DTYPES)}: "
+                "only matrices that quantization_config of config.json describes may be quantised"
+            )
+        if stored[name].shape != source.shape:
+            raise ConfigurationError(
+                f"{stored[name].path}: tensor {name} has shape {list(stored[name].shape)}, "
+                f"config.json implies {list(source.shape)}"
+            )
 
 
 def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
@@ -225,7 +273,9 @@ def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModul
     in_int8: set[str] = set()
     for spec in matrices:
         stored = [module for source in spec.sources if (module := modules.get(source.name)) is not None]
-        in_int4 = [module.int4_group for module in stored if module.storage.num_bits <= 4]
+        in_int4 = [
+            module.int4_group for module in stored if module.storage.num_bits <= 4 and not module.storage.is_ternary
+        ]
         groups += in_int4
         if len(in_int4) < len(spec.sources):
             in_int8.add(spec.name)

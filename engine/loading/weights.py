@@ -10,6 +10,7 @@ Checkpoint tensors that the model does not use are listed in the log, and refuse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -31,10 +32,12 @@ from engine.loading.stored_parameters import (
     fp8_of,
     int4_of,
     open_stored,
+    require_tensors,
     rounded_beside_int8,
     rounds_to_steps,
     stored_name,
 )
+from engine.loading.ternary import are_ternary, holds_ternary, in_four_bits
 from engine.loading.unused_tensors import report_unused
 from engine.memory import release_pages
 from engine.models.encodings import (
@@ -62,7 +65,6 @@ Progress = Callable[[float], None]
 _TABLES = ("embed", "layer_inputs")
 _ROUNDED = ("int8", "int4", IN_STEPS)
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
-_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,13 @@ def load_weights(
     kept = None
     if target.encoding in ("int4", "fp8"):
         kept = int4_of(specs, modules) if target.encoding == "int4" else fp8_of(specs, stored, modules)
+    stored_as = (kept or ALL_FLOAT)._replace(keeps_output=target.encoding != "float" and are_ternary(modules))
     in_int8 = rounded_beside_int8(specs, modules) if target.encoding == "int8" else kept.in_int8 if kept else ()
     if in_int8:
         log.info("matrices that the checkpoint has in another form are rounded to 8 bits", matrices=len(in_int8))
     target = target.rounding(specs, modules)
     values = _stored_values(specs, target, stored, modules, kept)
-    return parameters_of(specs, target, values, on_progress, kept or ALL_FLOAT, factors)
+    return parameters_of(specs, target, values, on_progress, stored_as, factors)
 
 
 def held(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
@@ -175,6 +178,8 @@ def _stored_values(
             with load_phase("read"):
                 if kept is not None and spec.name in kept.forms:
                     parameter = reader.fp8(spec, kept.forms[spec.name])
+                elif encoding in ("int4", IN_STEPS) and holds_ternary(spec, modules):
+                    parameter = in_four_bits(spec, encoding, partial(reader.ternary, spec))
                 elif kept is not None and encoding == "int4" and spec.is_matrix and spec.name not in kept.in_int8:
                     parameter = reader.int4(spec, kept.group)
                 elif encoding == "int4" and reader.has_mxfp4(spec):
@@ -192,6 +197,8 @@ def _in_own_type(spec: ParameterSpec, encoding: str, reader: "_Reader", target: 
     """
     dtypes = {reader.dtype_of(source) for source in spec.sources}
     own = _NARROW.get(dtypes.pop() or "", target.dtype) if len(dtypes) == 1 else target.dtype
+    if spec.name == OUTPUT and reader.is_ternary and not target.is_packed:
+        return target  # the eager decoder multiplies what is not rounded in its own type
     is_exact = spec.factor == 1.0 and not spec.offset and not spec.unit_rows
     if spec.is_matrix and is_exact and encoding in _ROUNDED:
         return replace(target, dtype=own)
@@ -205,34 +212,6 @@ def target_of_table(spec: ParameterSpec, own_dtype: torch.dtype, target: Weights
     return replace(target, dtype=own_dtype) if is_kept else target
 
 
-def require_tensors(
-    model_dir: Path,
-    specs: list[ParameterSpec],
-    stored: Mapping[str, StoredTensor],
-    modules: Mapping[str, QuantizedModule],
-) -> None:
-    """Raise ConfigurationError for tensors that are missing or have another shape or dtype; find_module has checked
-    those of quantised modules.
-    """
-    for source in (source for spec in specs for source in spec.sources if source.name not in modules):
-        name = stored_name(source.name, stored)
-        if name not in stored:
-            files = sorted({tensor.path.name for tensor in stored.values()})
-            raise ConfigurationError(
-                f"{model_dir}: tensor {name} is missing: {', '.join(files) or 'some file'} must have it"
-            )
-        if stored[name].dtype not in _DTYPES:
-            raise ConfigurationError(
-                f"{stored[name].path}: tensor {name} has dtype {stored[name].dtype}, not one of {', '.join(_DTYPES)}: "
-                "only matrices that quantization_config of config.json describes may be quantised"
-            )
-        if stored[name].shape != source.shape:
-            raise ConfigurationError(
-                f"{stored[name].path}: tensor {name} has shape {list(stored[name].shape)}, "
-                f"config.json implies {list(source.shape)}"
-            )
-
-
 class _Reader:
     """Reads parameters of a checkpoint, whose files it opens until `stack` closes them."""
 
@@ -244,6 +223,7 @@ class _Reader:
         self._stack = stack
         self._files: dict[Path, Any] = {}
         self._mapped: list[Tensor] = []
+        self.is_ternary = are_ternary(modules)
 
     def dtype_of(self, source: Source) -> str | None:
         """The file's name of the dtype; None for a quantised module."""
@@ -295,9 +275,7 @@ class _Reader:
                 matrix.require_finite(module.name)
                 self._release()
             else:
-                part = replace(spec, shape=(source.num_rows, spec.shape[1]), sources=(source,), factor=1.0)
-                floats = self.fill(replace(part, held_rows=None), _FLOAT32)
-                weight[rows], scales[rows] = round_to_int8(floats)
+                weight[rows], scales[rows] = round_to_int8(self._floats(spec, source))
             first += source.num_rows
         return LinearParameters(weight, "int8", scales.mul_(spec.factor))
 
@@ -346,6 +324,21 @@ class _Reader:
             first += source.num_rows
         is_nf4 = self._modules[spec.sources[0].name].nf4_group is not None
         return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, order=order, is_nf4=is_nf4)
+
+    def ternary(self, spec: ParameterSpec, source: Source) -> QuantizedMatrix | Tensor:
+        """See `in_four_bits`."""
+        module = self._modules.get(source.name)
+        if module is None or not module.storage.is_ternary:
+            return self._floats(spec, source)
+        matrix = self._quantized(source)
+        matrix.require_finite(module.name)
+        self._release()
+        return matrix
+
+    def _floats(self, spec: ParameterSpec, source: Source) -> Tensor:
+        """The numbers of a part of a matrix, in fp32."""
+        part = replace(spec, shape=(source.num_rows, spec.shape[1]), sources=(source,), factor=1.0, held_rows=None)
+        return self.fill(part, _FLOAT32)
 
     def has_mxfp4(self, spec: ParameterSpec) -> bool:
         """True if the whole matrix is stored in MXFP4, and is used like that."""

@@ -107,12 +107,14 @@ class StoredMatrices(NamedTuple):
 
     In int4 `group` inputs share a scale; the matrices `in_int8`, which the checkpoint has in another form, are rounded
     to 8 bits. In fp8 `forms` has, for each matrix, how many outputs that follow each other are stored alike, and their
-    form (engine/kernels/cpu/machine.py).
+    form (engine/kernels/cpu/machine.py). With `keeps_output` the output matrix stays in floating point beside others
+    that are rounded.
     """
 
     group: int = INT4_GROUP
     in_int8: frozenset[str] = frozenset()
     forms: Mapping[str, Forms] = MappingProxyType({})
+    keeps_output: bool = False
 
 
 ALL_FLOAT = StoredMatrices()
@@ -161,6 +163,7 @@ class Parameters:
         if name in self.stored.in_int8:
             return _round_to_int8_groups(matrix, self.stored.group)
         encoding = OUTPUT_ENCODINGS.get(self.encoding, self.encoding) if name == OUTPUT else self.encoding
+        encoding = "float" if name == OUTPUT and self.stored.keeps_output else encoding
         return ENCODINGS.get(encoding, _keep)(matrix)
 
     def read_all(self) -> None:

@@ -7,15 +7,21 @@ sum of p W_v c is W_v (sum of p c), so the sum is projected instead of every val
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape
-from engine.models.encodings import Parameters
-from engine.models.latent_config import LatentConfig
+from engine.models.encodings import LinearParameters, Parameters
+from engine.models.latent_config import LATENT_EPS, LatentConfig
 from engine.models.model_config import ModelConfig
+from engine.models.norms import Norm
 from engine.models.rope import Rotation, rotate
+
+if TYPE_CHECKING:
+    from engine.models.linear import LinearLayer
 
 
 class LatentHeads:
@@ -58,3 +64,23 @@ class LatentHeads:
         """[num_tokens, num_heads * head_dim] of the backend -> [num_tokens, num_heads * value_dim]."""
         heads = mixed.view(len(mixed), shape.num_heads, shape.head_dim)[..., self._rotated :]
         return torch.bmm(heads.transpose(0, 1), self._from_latent).transpose(0, 1).flatten(1)
+
+
+def take_latent(
+    parameters: Parameters,
+    prefix: str,
+    config: ModelConfig,
+    make_linear: Callable[[str, LinearParameters], "LinearLayer"],
+) -> LatentHeads:
+    """Take what a layer of a model with latent attention has beside `qkv` and `o`."""
+    from_query_latent: Callable[[Tensor], Tensor] | None = None
+    if config.latent is not None and config.latent.query_rank:
+        norm = Norm(parameters.take(f"{prefix}q_norm"), None, LATENT_EPS)
+        linear = make_linear(f"{prefix}q_b", parameters.take_linear(f"{prefix}q_b"))
+        from_query_latent = partial(_norm_and_multiply, norm, linear)
+    kv_norm = Norm(parameters.take(f"{prefix}kv_norm"), None, LATENT_EPS)
+    return LatentHeads(parameters, prefix, config, kv_norm, from_query_latent)
+
+
+def _norm_and_multiply(norm: Norm, linear: "LinearLayer", x: Tensor) -> Tensor:
+    return linear(linear.ops.norm(x, norm))

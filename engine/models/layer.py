@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,11 +15,10 @@ from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
-from engine.models.latent import LatentHeads
-from engine.models.latent_config import LATENT_EPS
+from engine.models.latent import LatentHeads, take_latent
 from engine.models.linear import LinearLayer, Ops, Rows
 from engine.models.model_config import ModelConfig
-from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
+from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms, take_sub_norm
 from engine.models.rank_group import Summed, SummingGroup
 from engine.models.recurrent.mixer import Recur, RecurrentPart, take_recurrent
 from engine.models.rope import Rotation, rotate
@@ -64,8 +62,12 @@ class Mlp(Protocol):
 class DenseMlp:
     """down(activation(gate) * up), or down(activation(up)) if not `gated`. Such an activation may itself be a gate."""
 
-    def __init__(self, up: LinearLayer, down: LinearLayer, activation: Activation, *, gated: bool) -> None:
+    def __init__(
+        self, up: LinearLayer, down: LinearLayer, activation: Activation, *, gated: bool, norm: Norm | None = None
+    ) -> None:
+        """`norm`: of the input rows of `down`, in a gated MLP."""
         self.ops = up.ops
+        self._norm = norm
         self._up = up
         self._down = down
         self._activation = activation
@@ -79,7 +81,10 @@ class DenseMlp:
 
     def inner(self, up: Tensor) -> Rows:
         """The input rows of `down` from the results of `up`."""
-        return self._bend(self._activation, up)
+        if self._norm is None:
+            return self._bend(self._activation, up)
+        gates, ups = up.chunk(2, -1)
+        return self._down.ops.norm(self._activation(gates) * ups, self._norm)
 
 
 class Experts:
@@ -176,6 +181,7 @@ class Layer:
     sinks: Tensor | None  # fp32 [num_heads], see AttentionShape
     latent: LatentHeads | None
     o: LinearLayer | None
+    o_norm: Norm | None
     attn_out_norm: Norm | None
     post_norm: Norm | None
     mlp: Mlp | None
@@ -209,18 +215,21 @@ def take_layer(
     """
     prefix, config = f"layers.{index}.", config.of_layer(index)
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
-    qkv = o = qk_norm = None
+    qkv = o = qk_norm = o_norm = None
     mlp: Mlp | None = None
     summing, facts = ranks if ranks is not None and ranks.sums else None, config.experts
+    sum_over_ranks = None if summing is None else summing.sum
     if has_attention(config, index):
         qkv, o = (_take_linear(parameters, prefix + name, linears) for name in ("qkv", "o"))
         num_ranks = 1 if ranks is None else ranks.degrees.tensor
-        qk_norm = take_head_norms(parameters, prefix, config, num_ranks, None if summing is None else summing.sum)
+        qk_norm = take_head_norms(parameters, prefix, config, num_ranks, sum_over_ranks)
+        o_norm = take_sub_norm(parameters, f"{prefix}o_norm", config, sum_over_ranks)
     if facts is not None and facts.layers[index]:
         held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
         mlp = _take_mixture(parameters, prefix, config, held, linears, products)
     elif has_mlp(config, index):
-        mlp = take_mlp(parameters, prefix, config, linears)
+        norm = take_sub_norm(parameters, f"{prefix}down_norm", config, sum_over_ranks)
+        mlp = take_mlp(parameters, prefix, config, linears, norm)
     return Layer(
         block=config.block,
         input_norm=norms.get("input_norm"),
@@ -229,8 +238,9 @@ def take_layer(
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=config.clip_qkv,
         sinks=parameters.take(f"{prefix}sinks").float() if config.attention_sinks else None,
-        latent=_take_latent(parameters, prefix, config, linears),
+        latent=None if config.latent is None else take_latent(parameters, prefix, config, linears.make_linear),
         o=o if summing is None or o is None else Summed(o, summing),
+        o_norm=o_norm,
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms.get("input_norm")),
         mlp=mlp if summing is None or mlp is None else Summed(mlp, summing),
@@ -247,28 +257,15 @@ def take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm:
     return Norm(parameters.take(name), parameters.take_optional(f"{name}_bias"), config.norm_eps, centred)
 
 
-def _take_latent(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> LatentHeads | None:
-    if config.latent is None:
-        return None
-    from_query_latent: Callable[[Tensor], Tensor] | None = None
-    if config.latent.query_rank:
-        norm = Norm(parameters.take(f"{prefix}q_norm"), None, LATENT_EPS)
-        from_query_latent = partial(_norm_and_multiply, norm, _take_linear(parameters, f"{prefix}q_b", linears))
-    kv_norm = Norm(parameters.take(f"{prefix}kv_norm"), None, LATENT_EPS)
-    return LatentHeads(parameters, prefix, config, kv_norm, from_query_latent)
-
-
-def _norm_and_multiply(norm: Norm, linear: LinearLayer, x: Tensor) -> Tensor:
-    return linear(linear.ops.norm(x, norm))
-
-
 def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
     return linears.make_linear(name, parameters.take_linear(name))
 
 
-def take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
+def take_mlp(
+    parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers, norm: Norm | None = None
+) -> DenseMlp:
     activation = activation_of(config, parameters.take_optional(f"{prefix}xielu"))
-    return _make_mlp(_take_matrices(parameters, prefix, config), config, linears, activation)
+    return _make_mlp(_take_matrices(parameters, prefix, config), config, linears, activation, norm)
 
 
 def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> dict[str, LinearParameters]:
@@ -278,11 +275,15 @@ def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> 
 
 
 def _make_mlp(
-    matrices: Mapping[str, LinearParameters], config: ModelConfig, linears: LinearLayers, activation: Activation
+    matrices: Mapping[str, LinearParameters],
+    config: ModelConfig,
+    linears: LinearLayers,
+    activation: Activation,
+    norm: Norm | None = None,
 ) -> DenseMlp:
     up, down = (linears.make_linear(name, matrix) for name, matrix in matrices.items())
     gated = config.gated and config.activation != CLAMPED_SWIGLU
-    return DenseMlp(up, down, activation, gated=gated)
+    return DenseMlp(up, down, activation, gated=gated, norm=norm)
 
 
 def _take_mixture(
@@ -332,7 +333,7 @@ def run_layer(
     if layer.qkv is not None and layer.o is not None:
         is_post = layer.block == "post"
         x = _rows(layer.qkv, residual, None if is_post else layer.input_norm)
-        mixed = layer.o.ops.rows(_mix(layer.qkv(x), layer, heads, rotation, attend))
+        mixed = _rows(layer.o, _mix(layer.qkv(x), layer, heads, rotation, attend), layer.o_norm)
         if layer.parallel and mlp is not None:
             shares_norm = layer.post_norm is layer.input_norm and layer.qkv.ops is mlp.ops
             beside = x if shares_norm else _rows(mlp, residual, layer.post_norm)
@@ -348,9 +349,9 @@ def run_layer(
     return residual if mlp is None else _add(residual, mlp, _rows(mlp, residual, layer.post_norm), layer.mlp_out_norm)
 
 
-def _rows(part: LinearLayer | Mlp, residual: Tensor, norm: Norm | None) -> Rows:
+def _rows(part: LinearLayer | Mlp, x: Tensor, norm: Norm | None) -> Rows:
     """The input rows of a part."""
-    return part.ops.rows(residual) if norm is None else part.ops.norm(residual, norm)
+    return part.ops.rows(x) if norm is None else part.ops.norm(x, norm)
 
 
 def _mix(projected: Tensor, layer: Layer, shape: AttentionShape, rotation: Rotation | None, attend: Attend) -> Tensor:

@@ -63,6 +63,7 @@ def model_constants(
         output=packed.output,
         norms=packed.norms,
         final_norm=packed.final_norm,
+        sub_norms=packed.sub_norms,
         head_norms=packed.head_norms,
         scalars=packed.scalars,
         activation=packed.activation,

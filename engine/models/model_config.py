@@ -173,8 +173,8 @@ class ModelConfig:
     """`head`: each head, all with the same weights. `own`: each head, with its own weights. `all`: the queries of a
     token together, and its keys together."""
     qk_norm_weight: bool = field(default=True, repr=False)  # False: it is 1, and unrotated layers do without the norm
-    qk_norm_rotated: bool = field(default=False, repr=False)
-    """They are normed after they are rotated, not before."""
+    qk_norm_rotated: bool = field(default=False, repr=False)  # they are normed after they are rotated, not before
+    sub_norms: bool = field(default=False, repr=False)  # what the last matrices of attention and MLP multiply is normed
 
     positions: str = "rotary"
     """`rotary`, `learned` (added to the embedding), or `alibi` (a bias of the scores)."""

@@ -23,14 +23,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root-mean-square norm over the last dimension or, if `centred`, layer norm."""
+    """Root-mean-square norm over the last dimension or, if `centred`, layer norm. `over_ranks`: ranks have parts of a
+    row of this width, and the sums of squares are added up over them.
+    """
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     centred: bool = False
+    over_ranks: tuple[Callable[[Tensor], Tensor], int] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.over_ranks is not None:
+            sum_over_ranks, width = self.over_ranks
+            squares = sum_over_ranks(x.float().square().sum(-1, keepdim=True))
+            return (x * (squares / width + self.eps).rsqrt() * self.weight).to(x.dtype)
         if self.centred:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return rms_norm(x, self.weight, self.eps)
@@ -83,6 +90,17 @@ class ProjectionNorms:
             for heads, sums, width, weight in zip((queries, keys), squares, self.widths, self.weights, strict=True)
         ]
         return torch.cat(normed, 1).to(queries.dtype)
+
+
+def take_sub_norm(
+    parameters: Parameters, name: str, config: ModelConfig, sum_over_ranks: Callable[[Tensor], Tensor] | None
+) -> Norm | None:
+    """Take a norm of ModelConfig.sub_norms, if the model has them. With `sum_over_ranks` each rank has a part of it."""
+    if not config.sub_norms:
+        return None
+    width = config.num_heads * config.head_dim if name.endswith("o_norm") else config.intermediate_size
+    over_ranks = None if sum_over_ranks is None else (sum_over_ranks, width)
+    return Norm(parameters.take(name), None, config.norm_eps, over_ranks=over_ranks)
 
 
 def take_head_norms(

@@ -91,6 +91,7 @@ def pack_decoder(
         output=output,
         norms=np.stack(norms),
         final_norm=_take_norm(parameters, "final_norm", config),
+        sub_norms=_take_sub_norms(parameters, config, numbers),
         head_norms=np.stack(head_norms),
         scalars=take_scalars(parameters, config, numbers),
         layer_inputs=layer_inputs,
@@ -115,8 +116,10 @@ def _output_dtype(parameters: Parameters, dtype: torch.dtype) -> torch.dtype:
 
 def _pack_output(parameters: Parameters, embed: Tensor, config: ModelConfig, share: RankShare) -> Weights:
     """Pack the output matrix. Of a tied embedding rank 0 holds all rows, other ranks their own."""
-    packer = Packer([_output_shape(config, share, parameters, embed)], _output_dtype(parameters, embed.dtype))
-    _pack(packer, 0, parameters.take_output(embed[: share.vocab.count]))
+    output = parameters.take_output(embed[: share.vocab.count])
+    dtype = output.weight.dtype if parameters.stored.keeps_output else _output_dtype(parameters, embed.dtype)
+    packer = Packer([_output_shape(config, share, parameters, embed)], dtype)
+    _pack(packer, 0, output)
     return packer.weights
 
 
@@ -251,6 +254,15 @@ def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Flo
     if config.per_layer is not None:
         taken = dict.fromkeys(PER_LAYER_NORMS, taken["input_norm"]) | taken | take_norms(parameters, layer, config)
     return np.stack([taken[name] for name in _NORMS if name in taken])
+
+
+def _take_sub_norms(parameters: Parameters, config: ModelConfig, layers: range) -> Floats:
+    widths = (config.num_heads * config.head_dim, config.intermediate_size) if config.sub_norms else ()
+    norms = np.zeros((len(layers), len(widths), 1, max(widths, default=0)), np.float32)
+    for number, layer in enumerate(layers if widths else ()):
+        for norm, name, width in zip(norms[number], ("o_norm", "down_norm"), widths, strict=True):
+            norm[0, :width] = parameters.take(f"layers.{layer}.{name}").float()
+    return norms
 
 
 def has_head_norms(config: ModelConfig, layer: int) -> bool:

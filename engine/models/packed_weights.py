@@ -41,9 +41,10 @@ class PackedDecoder(NamedTuple):
     positions: Floats  # [max_position_embeddings, hidden] of learned positions; else, and in other ranks, [0, hidden]
     embed_norm: Floats  # as final_norm; [0, hidden] without
     weights: Weights  # of the layers
-    output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
+    output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4: in int8 or its own type
     norms: Floats  # [num_layers, 2, 4 or 9 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
     final_norm: Floats  # [1 or 2, hidden]
+    sub_norms: Floats  # see ModelConstants
     head_norms: Floats  # [num_layers, 0, 2, 3 or number of own heads, largest head_dim]; see HeadNorms
     scalars: Floats  # see ModelConstants
     layer_inputs: Array  # [input_vocab, num_layers * input_width] of Gemma 4, as embed; else [0, 0]

@@ -148,10 +148,14 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
             _add_latent_attention(builder, config, config.latent)
         o, inputs = [(names.o, config.hidden_size, None)], config.num_heads * config.result_dim
         builder.linear("o", o, inputs, has_bias=config.o_bias, factor=config.out_factor)
+        if config.sub_norms:
+            builder.stored("o_norm", f"{names.o_norm}.weight", (inputs,))
     if not has_mlp(config, layer):
         return builder.specs
     if experts is None or not experts.layers[layer]:
         builder.mlp(names.up, names.down, config.intermediate_size)
+        if config.sub_norms:
+            builder.stored("down_norm", f"{names.down_norm}.weight", (config.intermediate_size,))
         if config.activation == "xielu":
             builder.xielu(names.xielu)
         return builder.specs

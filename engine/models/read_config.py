@@ -47,6 +47,7 @@ from engine.models.families.jamba import jamba
 from engine.models.families.lfm2 import lfm2, lfm2_moe, lfm3
 from engine.models.families.llama import (
     baichuan,
+    bitnet,
     internlm,
     internlm2,
     internlm3,
@@ -99,6 +100,9 @@ class Family:
 _NO_ATTENTION = {"num_attention_heads": 1, "layer_norm_epsilon": 1e-5}
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("Llama 1 to 3", llama),
+    "BitNetForCausalLM": Family(
+        "BitNet b1.58", bitnet, {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "rope_theta": 5e5}
+    ),
     "Llama4ForCausalLM": Family("Llama 4, text", llama4),
     "MistralForCausalLM": Family("Mistral", mistral),
     "MinistralForCausalLM": Family("Ministral 8B", mistral),

@@ -189,6 +189,10 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
             return replace(spec, held_rows=_rows_of_pair(width, inner))
         case "up":
             return replace(spec, held_rows=_rows(inner))
+        case "o_norm":
+            return replace(spec, held_rows=_rows_of_norm("q_norm", config, share))
+        case "down_norm":
+            return replace(spec, held_rows=_rows(inner))
         case "lm_head":
             return replace(spec, is_held=share.rank == 0)
         case "o" | "down" if not spec.is_matrix:  # a bias

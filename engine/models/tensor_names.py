@@ -34,6 +34,7 @@ class TensorNames:
     """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;
     `q_norm` and `k_norm` norm what the first ones compute."""
     o: str = "self_attn.o_proj"
+    o_norm: str = field(default="self_attn.attn_sub_norm", repr=False)  # with ModelConfig.sub_norms, as is `down_norm`
     recurrent: str = field(default="", repr=False)
     """The module that recurrent layers have in place of attention; see `engine.models.parameters` for its tensors."""
     attn_out_norm: str = ""
@@ -41,6 +42,7 @@ class TensorNames:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Gate and up projection, in one tensor or two; for a plain MLP, its up projection."""
     down: str = "mlp.down_proj"
+    down_norm: str = field(default="mlp.ffn_sub_norm", repr=False)
     mlp_out_norm: str = ""
     xielu: str = field(default="mlp.act_fn", repr=False)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from checkpoint.config_json import read_config, read_json
 from engine.quantized_formats.auto_round_config import auto_round
+from engine.quantized_formats.bitnet_config import bitnet
 from engine.quantized_formats.compressed_tensors_config import compressed_tensors
 from engine.quantized_formats.hqq_config import hqq
 from engine.quantized_formats.members import RawConfig, block_sizes, flag, group_size, member, require, target_names
@@ -122,4 +123,5 @@ _METHODS: Mapping[str, Callable[[RawConfig], Quantization]] = {
     "intel/auto-round": auto_round,
     "hqq": hqq,
     "torchao": torchao,
+    "bitnet": bitnet,
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
 from engine.kernels.cpu.machine import LANES
-from engine.quantized_formats import awq, bitsandbytes, compressed_tensors, gptq, hqq, mxfp4, torchao
+from engine.quantized_formats import awq, bitnet, bitsandbytes, compressed_tensors, gptq, hqq, mxfp4, torchao
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
 from engine.quantized_formats.storage import BYTES, Format, MatrixStorage, Quantization
 from engine.quantized_formats.unread import why_unread
@@ -46,6 +46,9 @@ _READERS: Mapping[Format, _Reader] = {
     "bnb-8bit": _Reader(bitsandbytes.parts_8bit, bitsandbytes.read_8bit),
     "hqq": _Reader(hqq.parts, hqq.read),
     "torchao": _Reader(torchao.parts, torchao.read),
+    "bitlinear": _Reader(bitnet.parts, bitnet.read),
+    "autobitlinear": _Reader(bitnet.parts, bitnet.read),
+    "bitnet-online": _Reader(bitnet.parts, bitnet.read),
 }
 
 
@@ -73,8 +76,8 @@ class QuantizedModule:
 
     @property
     def scales_name(self) -> str:
-        """The tensor with the scales of a matrix in int8."""
-        return self.parts["weight_scale" if "weight_scale" in self.parts else "SCB"]
+        """The tensor with the scales of a matrix in int8; the module's own name if its scale is computed."""
+        return next((self.parts[part] for part in ("weight_scale", "SCB") if part in self.parts), self.name)
 
     @property
     def int4_group(self) -> int | None:
@@ -107,10 +110,12 @@ def find_module(
     if f"{name}.weight" not in stored or not _is_float(stored[f"{name}.weight"]):
         _require_read(name, stored)
     matrices = [f"{name}.{matrix}" for matrix in _MATRICES if f"{name}.{matrix}" in stored]
-    is_plain = matrices == [f"{name}.weight"] and not is_packed(name, stored)
-    if is_plain and quantization is not None and _is_float(stored[matrices[0]]):
+    storage = None if quantization is None else quantization.storage_of(name)
+    is_float = matrices == [f"{name}.weight"] and _is_float(stored[matrices[0]]) and not is_packed(name, stored)
+    if is_float and quantization is not None and not _stores_floats(name, storage, stored):
         _require_no_scales(name, stored)
-    if not matrices or (is_plain and (quantization is None or _is_float(stored[matrices[0]]))):
+        return None
+    if not matrices or (quantization is None and is_float):
         return None
     where = f"{stored[matrices[0]].path}: tensor {matrices[0]}"
     if len(matrices) > 1:
@@ -122,7 +127,6 @@ def find_module(
             f"{where} is quantised, but config.json has no quantization_config: copy it from where the checkpoint is "
             "from"
         )
-    storage = quantization.storage_of(name)
     if storage is None:
         raise ConfigurationError(
             f"{where} is quantised, but config.json says that {name} is not ({quantization}): one of them is from "
@@ -160,6 +164,14 @@ def _require_read(name: str, stored: StoredTensors) -> None:
     if (reason := why_unread(name, stored)) is not None:
         folder = next(iter(stored.values())).path.parent
         raise ConfigurationError(f"{folder}: {reason}")
+
+
+def _stores_floats(name: str, storage: MatrixStorage | None, stored: StoredTensors) -> bool:
+    """True if a matrix in floating point is quantised all the same: see bitnet.py."""
+    if storage is None or not storage.is_ternary:
+        return False
+    has_scale = storage.format == "autobitlinear" and f"{name}.weight_scale" in stored
+    return storage.format == "bitnet-online" or has_scale
 
 
 def _require_no_scales(name: str, stored: StoredTensors) -> None:

@@ -7,7 +7,9 @@ from typing import Literal
 from checkpoint.multimodal import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS
 
-Format = Literal["awq", "gptq", "packed", "plain", "mxfp4", "bnb-4bit", "bnb-8bit", "hqq", "torchao"]
+_Ternary = Literal["bitlinear", "autobitlinear", "bitnet-online"]
+Format = Literal["awq", "gptq", "packed", "plain", "mxfp4", "bnb-4bit", "bnb-8bit", "hqq", "torchao"] | _Ternary
+_TERNARY: tuple[Format, ...] = ("bitlinear", "autobitlinear", "bitnet-online")
 BYTES: tuple[Format, ...] = ("plain", "bnb-8bit", "torchao")
 """Formats that store an int8 or fp8 matrix as it is."""
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -34,10 +36,16 @@ class MatrixStorage:
     has_real_zeros: bool = False
 
     @property
+    def is_ternary(self) -> bool:
+        """True if the numbers of the matrix are -1, 0 or 1 times one scale."""
+        return self.format in _TERNARY
+
+    @property
     def is_int8(self) -> bool:
         """True if the matrix is int8 with a scale for each output, as our encoding "int8" has it."""
         per_output = self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
-        return per_output and self.format in BYTES and (self.num_bits, self.is_float) == (8, False)
+        is_int8 = per_output and self.format in BYTES and (self.num_bits, self.is_float) == (8, False)
+        return self.is_ternary or is_int8
 
     @property
     def int4_group(self) -> int | None:
@@ -92,6 +100,10 @@ class Quantization:
     @property
     def is_mxfp4(self) -> bool:
         return self.method == "mxfp4"
+
+    @property
+    def is_ternary(self) -> bool:
+        return self.method == "bitnet"
 
     def __str__(self) -> str:
         bits = sorted({group.storage.num_bits for group in self.groups if group.storage is not None})

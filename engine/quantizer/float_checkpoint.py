@@ -11,8 +11,7 @@ import torch
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor
 from checkpoint.watched_files import WatchedFiles
-from engine.loading.stored_parameters import find_modules, open_stored, stored_name
-from engine.loading.weights import require_tensors
+from engine.loading.stored_parameters import find_modules, open_stored, require_tensors, stored_name
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config

@@ -2,8 +2,9 @@
 
 A matrix is multiplied by factors along its inputs; the norm before it, or the rows of the matrix before it, are divided
 by them. Norms feed qkv and gate_up, in some models one norm both; the values of qkv feed o, and the second half of
-gate_up feeds down. A plain MLP's up feeds down through its activation, which factors pass only if it is ReLU; gates
-that clamp ups let none pass. A norm feeds a recurrent layer's first matrix, nothing that factors pass its second one.
+gate_up feeds down, unless norms are between them (ModelConfig.sub_norms). A plain MLP's up feeds down through its
+activation, which factors pass only if it is ReLU; gates that clamp ups let none pass. A norm feeds a recurrent layer's
+first matrix, nothing that factors pass its second one.
 
 A norm before a mixture feeds gate_up of all experts, of the shared expert, and the routers, which get the factors too;
 each expert's gate_up feeds its own down.
@@ -50,8 +51,9 @@ def folding_order(layer: FloatLayer) -> tuple[tuple[str, ...], ...]:
     downs = tuple((name,) for name in names if name.rpartition(".")[2] == "down")
     from_norms = ((*first, *ups),) if config.block == "parallel-shared" else (first, ups)
     # Results of latent heads follow from the latent, which norms feed.
-    values = (("o",),) if "o" in names and config.latent is None else ()
+    values = (("o",),) if "o" in names and config.latent is None and not config.sub_norms else ()
     passes = config.activation == "relu" or (config.gated and config.activation != CLAMPED_SWIGLU)
+    passes = passes and not config.sub_norms
     return tuple(matrices for matrices in (*values, *(downs if passes else ()), *from_norms) if matrices)
 
 

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from engine.loading.resolve import is_in_steps, kv_layout, resolve, why_eager
+from engine.loading.resolve import is_in_steps, keeps_output, kv_layout, resolve, why_eager
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import OUTPUT
@@ -79,6 +79,8 @@ def precision_of(settings: RunnerSettings, config: AnyConfig) -> Precision:
     # The compiled decoder keeps an embedding of two bytes a number beside quantised matrices.
     embedding = config.dtype if is_compiled else ""
     precision = Precision(settings.quantize, settings.dtype, layout.dtype, embedding, is_compiled, inputs=inputs)
+    if keeps_output(settings):
+        precision = replace(precision, output=embedding or settings.dtype)
     has_steps = settings.quantize == "int4" and is_in_steps(settings, config)
     return replace(precision, group_bytes=STEP_BYTES) if has_steps else precision
 

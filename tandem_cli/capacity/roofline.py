@@ -47,7 +47,8 @@ class Precision:
     and `embedding` are others; `inputs` is that of the table of layers' inputs, by default the embedding's.
 
     `is_packed`: as the compiled decoder of this engine has them. It holds a tied output matrix beside the embedding, in
-    int8 if weights are int4, and these have `group_bytes` beside each group of `group` inputs.
+    int8 if weights are int4, and these have `group_bytes` beside each group of `group` inputs. `output`: the type of
+    the output matrix, if it is another.
     """
 
     weights: str
@@ -58,6 +59,7 @@ class Precision:
     group: int = _GROUP
     group_bytes: int = _GROUP_BYTES
     inputs: str = ""
+    output: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", self.kv or self.other)
@@ -73,6 +75,8 @@ class Precision:
     @property
     def output_bytes(self) -> float:
         """Bytes per number of the output matrix."""
+        if self.output:
+            return WEIGHT_BYTES[self.output]
         return WEIGHT_BYTES[_PACKED_OUTPUT.get(self.weights, self.weights) if self.is_packed else self.weights]
 
     @property

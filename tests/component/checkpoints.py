@@ -252,6 +252,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "cohere2": lambda: llama_like("cohere2", sliding_window=WINDOW, layer_types=_ALTERNATING, logit_scale=0.5),
     "cwm": lambda: llama_like("cwm", head_dim=32, num_hidden_layers=5, sliding_window=WINDOW),
     "ministral": lambda: llama_like("ministral", head_dim=32, sliding_window=WINDOW, layer_types=_ALTERNATING),
+    "bitnet": lambda: llama_like("bitnet", attention_bias=True),
     "seed-oss": lambda: llama_like("seed_oss", head_dim=32, attention_out_bias=True, mlp_bias=True),
     "ernie4-5": lambda: llama_like("ernie4_5", head_dim=32, use_bias=True),
     "exaone4": lambda: llama_like("exaone4", sliding_window=WINDOW, layer_types=_ALTERNATING),

@@ -169,6 +169,8 @@ def _add_attention(model: ModelConstants, memory: ThreadMemory, team: Team, laye
     if model.have_attention[layer]:
         if model.family.gates_attention:
             _gate_results(acts.attended, acts.qkv, rows)
+        if model.sub_norms.shape[1]:
+            put_normed(acts.attended, Norm(model.sub_norms[layer, 0], model.eps), acts.attended, rows)
         put_rows(acts.attended, model.widths[layer, 0], model.weights, matrices.output, operand, rows)
         shrink(adapted, layer, OUTPUT_SITE, acts.attended, model.widths[layer, 0], rows)
         finish_phase(team, QUANTISE)
@@ -220,6 +222,8 @@ def _add_mlp(model: ModelConstants, memory: ThreadMemory, team: Team, layer: int
     """Add the MLP's result to the residual."""
     acts, operand, adapted = memory.acts, memory.operand, memory.adapted
     rows, down = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).down
+    if model.sub_norms.shape[1]:
+        put_normed(acts.inner, Norm(model.sub_norms[layer, 1], model.eps), acts.inner, rows)
     put_rows(acts.inner, model.widths[layer, 1], model.weights, down, operand, rows)
     shrink(adapted, layer, DOWN_SITE, acts.inner, model.widths[layer, 1], rows)
     finish_phase(team, QUANTISE)

@@ -71,9 +71,11 @@ class ModelConstants(NamedTuple):
     have_attention: Int64s  # [num_layers]: 1 or 0, as the next two
     are_recurrent: Int64s
     have_mlp: Int64s
-    output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
+    output: Weights  # the output matrix of the vocabulary; in int8, or in its own type, beside weights in int4
     norms: Floats  # [num_layers, 2 or, in a sandwich, 4 or 9, 1 or 2, hidden]; see rows.Norm, INPUT_NORM
     final_norm: Floats  # [1 or 2, hidden]
+    sub_norms: Floats  # [num_layers, 2, 1, larger width]: of what the matrices behind attention and at the end of the
+    # MLP multiply; [num_layers, 0, 1, 0] without
     head_norms: Floats  # [num_layers, 0 or more, largest head_dim]; see HeadNorms
     scalars: Floats  # [num_layers]: factors of the residual
     activation: Floats  # [num_layers, 4]: what `activate_xielu` needs; [num_layers, 0] of other activations

@@ -3,7 +3,8 @@
 Mistral and Qwen differ in windows, biases and norms of heads. StableLM has layer norms, and a quarter of each head
 rotated. StarCoder 2 has layer norms, a plain MLP, and biases everywhere. Baichuan has one tensor for queries, keys and
 values; 13B uses ALiBi instead of rotary positions. InternLM has attention biases (1), one grouped qkv projection (2),
-or optional biases (3).
+or optional biases (3). BitNet has two more norms in a layer, and ternary weights
+(engine/quantized_formats/bitnet.py).
 """
 
 from dataclasses import replace
@@ -17,6 +18,12 @@ def llama(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Llama 1 to 3, and models that use its architecture: Yi, Vicuna, SmolLM, DeepSeek LLM."""
     bias = flag(raw, "attention_bias", default=False)
     return replace(plain, qkv_bias=bias, o_bias=bias, mlp_bias=flag(raw, "mlp_bias", default=False))
+
+
+def bitnet(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """BitNet b1.58, with norms of what `o` and `down` multiply."""
+    bias = flag(raw, "attention_bias", default=False)
+    return replace(plain, qkv_bias=bias, o_bias=bias, sub_norms=True)
 
 
 def mistral(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

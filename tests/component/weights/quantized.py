@@ -276,6 +276,18 @@ def _intx(bits: int, group: int) -> dict[str, Any]:
     )
 
 
+def bitnet(weight: Tensor) -> Stored:
+    """Ternary, four rows in one of bytes, with the scale by which BitLinear divides."""
+    if len(weight) % 4:
+        raise ConfigurationError(f"BitNet cannot pack {len(weight)} rows by four")
+    mean = weight.abs().mean().clamp(min=_LEAST_SCALE)
+    scale = (1 / mean).bfloat16()
+    values = (weight / mean).round().clamp(-1, 1)
+    rows = (values + 1).to(torch.uint8).view(4, -1, weight.shape[1])
+    packed = rows[0] + 4 * rows[1] + 16 * rows[2] + 64 * rows[3]
+    return {"weight": packed, "weight_scale": scale.view(1)}, values / scale.float()
+
+
 def compressed(kind: str, weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "symmetric": True} | dict(weights)}
     return {
@@ -373,6 +385,7 @@ MIXED_FORMS: dict[str, Form] = {
     "w8a8-mixed": Form(FORMS["w8a8"].config, w8a8, kept=_KEPT_MATRICES),
 }
 """Forms of checkpoints whose makers left more than the output matrix as it was."""
+TERNARY_FORMS: dict[str, Form] = {"bitnet": Form({"quant_method": "bitnet"}, bitnet)}
 
 _ABSORBED = (".key_up", ".value_up")
 """What attention projects from latents: no matrices to the decoder, and quantised like all others in files."""
@@ -410,7 +423,7 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`. Raises
     ConfigurationError for experts that no such format stores.
     """
-    description = (FORMS | INT4_FORMS | MIXED_FORMS)[form]
+    description = (FORMS | INT4_FORMS | MIXED_FORMS | TERNARY_FORMS)[form]
     if load_decoder_config(model_dir).tensors.stacked_experts and description.config.get("format") is None:
         raise ConfigurationError("its experts are in one tensor, as MXFP4 and `tandem quantize` store them, not this")
     for folder in (out, twin_of(out)):

@@ -194,7 +194,7 @@ def test_smoothquant_tames_outliers(quantize: Quantize, tmp_path: Path) -> None:
     "family",
     [
         *("llama-biases", "opt", "gpt2", "falcon-7b", "falcon-40b", "gemma2-biases", "granite", "phi", "starcoder2"),
-        *("deepseek-v3", "gpt-oss", "qwen3.5"),
+        *("deepseek-v3", "gpt-oss", "qwen3.5", "bitnet"),
         *("mixtral", "qwen2-moe", "qwen3-moe", "deepseek"),
     ],
 )

@@ -422,7 +422,7 @@ def targeting(*targets: object) -> dict[str, Any]:
     ("form", "config", "words"),
     [
         ("awq", None, r"qweight is quantised, but config\.json has no quantization_config"),
-        ("awq", {"quant_method": "eetq"}, "quant_method 'eetq' is not supported; supported: awq, gptq"),
+        ("awq", {"quant_method": "exl2"}, "quant_method 'exl2' is not supported; supported: awq, gptq"),
         ("awq", {"quant_method": ["awq"]}, "is not supported"),
         ("awq", changed("awq", bits=3), "awq: bits 3 is not supported; supported: 4"),
         ("awq", changed("awq", version="gemv"), "version 'gemv' is not supported; supported: gemm"),

@@ -1,6 +1,6 @@
 """Makes the checkpoints of this folder with the libraries themselves; see README.md. Run it in their environments:
 
-python make.py awq | gptq | compressed | actorder | fp8 | tandem | bitsandbytes
+python make.py awq | gptq | compressed | actorder | fp8 | bitnet | tandem | bitsandbytes
 """
 
 import hashlib
@@ -255,6 +255,31 @@ def make_fp8() -> None:
         return Fp8Dequantize(quantizer)._dequantize_one(values, scales, dtype)
 
     save("fp8-blocks", tensors, config.to_dict(), means)
+
+
+def make_bitnet() -> None:
+    """Ternary matrices as transformers packs them. BitLinear divides by their scales, AutoBitLinear multiplies."""
+    from transformers.integrations.bitnet import pack_weights, unpack_weights
+    from transformers.utils.quantization_config import BitNetQuantConfig
+
+    def make(kind: str) -> None:
+        tensors = float_model(torch.bfloat16)
+        for name in MODULES:
+            weight = tensors.pop(f"{name}.weight").float()
+            mean = weight.abs().mean()
+            tensors[f"{name}.weight"] = pack_weights((weight / mean).round().clamp(-1, 1))
+            tensors[f"{name}.weight_scale"] = (1 / mean if kind == "bitlinear" else mean).reshape(1).bfloat16()
+
+        def means(name: str, dtype: torch.dtype) -> Tensor:
+            ternary = unpack_weights(tensors[f"{name}.weight"], dtype)
+            scale = tensors[f"{name}.weight_scale"].to(dtype)
+            return ternary / scale if kind == "bitlinear" else ternary * scale
+
+        save(kind, tensors, BitNetQuantConfig(linear_class=kind).to_dict(), means)
+
+    torch.compiler.set_stance("force_eager")
+    make("bitlinear")
+    make("autobitlinear")
 
 
 def make_tandem() -> None:

@@ -33,7 +33,7 @@ from bench.arithmetic import operations_per_s
 from bench.shapes import write_shape
 from engine.kernels.cpu.threads.phases import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
 from engine.loading.resolve import resolve
-from engine.loading.stored_parameters import rounds_to_steps, stored_in_int4
+from engine.loading.stored_parameters import rounds_to_steps
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.runner_settings import RunnerSettings
@@ -155,8 +155,6 @@ def _subject(model_dir: Path, variant: Variant) -> Subject:
         return Subject(model_size(config), precision)
     config = load_decoder_config(variant.weights)
     precision = precision_of(*resolve(RunnerSettings(variant.weights, enforce_eager=variant.is_eager)))
-    if precision.weights == "int4" and (stored := stored_in_int4(variant.weights, parameter_specs(config))):
-        precision = replace(precision, group=stored.group)
     return Subject(model_size(config), precision)
 
 

@@ -39,13 +39,21 @@ class GgufFile:
         """A tensor's numbers in fp32, dequantised as llama.cpp does. Raises ConfigurationError."""
         from gguf.quants import dequantize
 
-        tensor = self.tensors[name]
-        if not tensor.n_elements:
-            raise ConfigurationError(f"{self.path}: tensor {name} has no numbers, in shape {tensor.shape.tolist()}")
+        tensor = self._with_numbers(name)
         try:
             return dequantize(tensor.data, tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:
             raise ConfigurationError(f"{self.path}: tensor {name} of type {self.type_of(name)}: {error}") from error
+
+    def read_blocks(self, name: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """A quantised tensor's bytes, [..., outputs, bytes of a row]. Raises ConfigurationError."""
+        return self._with_numbers(name).data
+
+    def _with_numbers(self, name: str) -> "ReaderTensor":
+        tensor = self.tensors[name]
+        if not tensor.n_elements:
+            raise ConfigurationError(f"{self.path}: tensor {name} has no numbers, in shape {tensor.shape.tolist()}")
+        return tensor
 
 
 def is_gguf(path: Path) -> bool:

@@ -7,7 +7,7 @@ architectures.py.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from checkpoint.gguf.members import Metadata, decimal
 from mesh.domain.errors import ConfigurationError
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
+Numbers = Floats | np.ndarray[Any, np.dtype[np.uint8]]
 
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?(?:\.[a-z]\w*)?)(_exps|\.\d+)?\.(weight|bias)")
 """Layer, tensor, stacked experts or the number of one, and kind. Files from before 2024 have experts one by one."""
@@ -48,10 +49,17 @@ class GgufModel:
     @property
     def dtype(self) -> str:
         """The dtype that keeps the file's numbers: that of its matrices, or bfloat16 for quantised ones."""
-        types = {self._file.type_of(name) for name, tensor in self._file.tensors.items() if len(tensor.shape) > 1}
+        types = self._matrix_types()
         if types == {"F32"}:
             return "float32"
         return "float16" if types <= FLOAT_TYPES and "BF16" not in types else "bfloat16"
+
+    @property
+    def is_quantized(self) -> bool:
+        return not self._matrix_types() <= FLOAT_TYPES
+
+    def _matrix_types(self) -> set[str]:
+        return {self._file.type_of(name) for name, tensor in self._file.tensors.items() if len(tensor.shape) > 1}
 
     @property
     def is_tied(self) -> bool:
@@ -94,14 +102,20 @@ class GgufModel:
             config["rope_scaling"] = scaling
         return config | architecture.facts(metadata, config)
 
-    def tensors(self) -> Iterator[tuple[str, Floats]]:
-        """The tensors of the checkpoint, dequantised, by their names there. Raises ConfigurationError."""
+    def tensors(self, kept: Container[str] = ()) -> Iterator[tuple[str, str, Numbers]]:
+        """The tensors of the checkpoint: their names there, types in the file, and numbers in fp32, dequantised.
+        Matrices of the types `kept` are bytes instead, [outputs, bytes of a row]. Raises ConfigurationError.
+        """
         left_out = {*_ROPE_FACTORS, _OUTPUT} if self.is_tied else set(_ROPE_FACTORS)
-        for name in self._file.tensors:
+        for name, tensor in self._file.tensors.items():
             if name not in left_out:
-                yield from self._modules(name, self._file.read(name))
+                kind = self._file.type_of(name)
+                is_kept = kind in kept and len(tensor.shape) > 1
+                numbers = self._file.read_blocks(name) if is_kept else self._file.read(name)
+                for target, own in self._modules(name, numbers):
+                    yield target, kind, own
 
-    def _modules(self, name: str, numbers: Floats) -> Iterator[tuple[str, Floats]]:
+    def _modules(self, name: str, numbers: Numbers) -> Iterator[tuple[str, Numbers]]:
         """The tensors that tensor `name` becomes."""
         parts, architecture = _NAME.fullmatch(name), self._architecture
         layer, kind, expert, suffix = parts.groups() if parts else (None, name, None, "")
@@ -120,7 +134,7 @@ class GgufModel:
         else:
             yield target.format(expert[1:]), numbers
 
-    def _as_stored(self, kind: str, target: str, numbers: Floats) -> Floats:
+    def _as_stored(self, kind: str, target: str, numbers: Numbers) -> Numbers:
         """The numbers as Hugging Face stores them."""
         architecture, heads = self._architecture, self._metadata.count("attention.head_count")
         if architecture.norm_offset and target.endswith("norm.weight"):
@@ -130,7 +144,7 @@ class GgufModel:
         if architecture.groups_qkv and kind == "attn_qkv":
             return _in_groups(numbers, heads, self._metadata.kv_heads)
         if architecture.transposed and kind in architecture.modules and numbers.ndim > 1:
-            return numbers.T
+            return numbers if numbers.dtype == np.uint8 else numbers.T  # blocks are along inputs
         if kind == _CONVOLUTION:
             return numbers[:, None]
         is_row = kind == _SHARED_GATE or "moe_statics" in target
@@ -169,7 +183,7 @@ class GgufModel:
         return self._file.tensors[name]
 
 
-def _in_halves(numbers: Floats, heads: int) -> Floats:
+def _in_halves(numbers: Numbers, heads: int) -> Numbers:
     """Rows of each head in two halves, where llama.cpp has the two of a rotated pair beside each other."""
     if len(numbers) % (2 * heads):
         raise ConfigurationError(f"{len(numbers)} rows of queries or keys are not those of {heads} heads")
@@ -177,7 +191,7 @@ def _in_halves(numbers: Floats, heads: int) -> Floats:
     return pairs.swapaxes(1, 2).reshape(numbers.shape)
 
 
-def _in_groups(numbers: Floats, heads: int, kv_heads: int) -> Floats:
+def _in_groups(numbers: Numbers, heads: int, kv_heads: int) -> Numbers:
     """Rows of all queries, all keys and all values, by key/value head."""
     if len(numbers) % (heads + 2 * kv_heads):
         raise ConfigurationError(

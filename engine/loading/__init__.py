@@ -3,7 +3,7 @@
 resolve.py             the settings of a runner against its model's config; reads no weights
 weights.py             memory-mapped tensors (mapped_files.py) become parameters, or random ones (dummy_values.py);
                        stored_parameters.py is what a checkpoint has of them, unused_tensors.py what no model reads;
-                       ternary.py encodes ternary matrices
+                       grouped_matrices.py takes some that are stored in groups as they are, ternary.py ternary ones
 partition.py           weights that were packed ahead of time
 memory_needs.py        how much memory weights take, and how many KV blocks fit beside them; activation_memory.py: what
                        steps take on a GPU

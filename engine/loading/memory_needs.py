@@ -9,20 +9,25 @@ import torch
 from checkpoint.partition_manifest import read_partition
 from engine.kv.budget import KVMemoryShare
 from engine.loading.resolve import keeps_output, kv_layout, why_eager
-from engine.loading.stored_parameters import specs_of
+from engine.loading.stored_parameters import specs_of, stored_in_int4
 from engine.loading.weights import WeightsTarget, target_of_table
 from engine.models.encoder_decoder.config import AnyConfig
-from engine.models.encodings import OUTPUT, OUTPUT_ENCODINGS
+from engine.models.encodings import ALL_FLOAT, OUTPUT, OUTPUT_ENCODINGS, StoredMatrices
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec
-from engine.models.rounding import INT4_GROUP
 from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import KVLayout
 
-_MATRIX_BYTES = {"int8": 1, "int4": 0.5 + 3 / INT4_GROUP, "fp8": 2}
-"""Bytes per number of a matrix, by encoding, at most. Groups in int4 have a scale and a zero, or a step of int8 and a
-low end, which take less; models in fp8 may have some matrices in bf16.
-"""
+_MATRIX_BYTES = {"int8": 1, "fp8": 2}
+"""Bytes per number of a matrix, by encoding, at most: models in fp8 may have some matrices in bf16."""
+
+
+def kept_in_int4(settings: RunnerSettings, specs: Sequence[ParameterSpec]) -> StoredMatrices:
+    """How the matrices of a model in int4 are stored; ALL_FLOAT if they are rounded to it."""
+    is_rounded = settings.encoding != "int4" or settings.load_format == "dummy"
+    if is_rounded or read_partition(settings.model_dir) is not None:
+        return ALL_FLOAT
+    return stored_in_int4(settings.model_dir, specs) or ALL_FLOAT
 
 
 def enter_ledger(settings: RunnerSettings, config: AnyConfig, later_bytes: int = 0) -> KVMemoryShare:
@@ -55,10 +60,13 @@ def weights_bytes(
     output_encoding = OUTPUT_ENCODINGS.get(encoding, encoding)
     if keeps_output(settings):
         output_encoding = "fp8" if is_packed else "float"  # in bf16, or as it is computed
+    stored = kept_in_int4(settings, specs)
 
     def itemsize(spec: ParameterSpec) -> float:
         if spec.is_matrix or spec.name == OUTPUT:
             own = output_encoding if spec.name == OUTPUT else encoding
+            if own == "int4":
+                return stored.int4_bytes(spec.name)  # steps of int8 and their low ends take less
             return _MATRIX_BYTES.get(own, target.dtype_of(spec).itemsize)
         return target_of_table(spec, getattr(torch, config.dtype), target).dtype_of(spec).itemsize
 

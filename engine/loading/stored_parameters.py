@@ -15,6 +15,7 @@ from engine.models.encoder_decoder.parameters import encoder_decoder_specs
 from engine.models.encodings import OUTPUT, Forms, StoredMatrices
 from engine.models.parameters import ParameterSpec, Source, Stack, parameter_specs
 from engine.quantized_formats.config import read_quantization
+from engine.quantized_formats.gguf_config import GGUF_GROUP
 from engine.quantized_formats.modules import QuantizedModule, find_module, find_stacked, stores_quantized
 from engine.quantized_formats.storage import Quantization
 from engine.runner_settings import RunnerSettings
@@ -202,7 +203,7 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
     return all((spec.offset, spec.unit_rows) == (0.0, False) for spec in matrices)
 
 
-def stored_in_int4(model_dir: Path, specs: list[ParameterSpec]) -> StoredMatrices | None:
+def stored_in_int4(model_dir: Path, specs: Sequence[ParameterSpec]) -> StoredMatrices | None:
     """See `int4_of`. Reads headers. Raises ConfigurationError."""
     return int4_of(specs, read_modules(model_dir, specs))
 
@@ -264,20 +265,24 @@ def rounds_to_steps(specs: Sequence[ParameterSpec], modules: Mapping[str, Quanti
 
 def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> StoredMatrices | None:
     """How to multiply the matrices of a checkpoint in int4; None unless matrices of layers are in at most 4 bits as the
-    compiled decoder multiplies them, and the others in more.
+    compiled decoder multiplies them, and the others in 8 bits or more, or in blocks of GGUF with any number of bits.
     """
     matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
     if any(spec.unit_rows or spec.offset for spec in matrices):
         return None
     groups: list[int | None] = []
     in_int8: set[str] = set()
+    with_minima: set[str] = set()
     for spec in matrices:
         stored = [module for source in spec.sources if (module := modules.get(source.name)) is not None]
-        in_int4 = [
-            module.int4_group for module in stored if module.storage.num_bits <= 4 and not module.storage.is_ternary
-        ]
+        in_int4 = [module.int4_group for module in stored if module.storage.is_for_int4]
         groups += in_int4
         if len(in_int4) < len(spec.sources):
             in_int8.add(spec.name)
+        elif any(module.storage.has_minima for module in stored):
+            with_minima.add(spec.name)
+        if any(module.storage.is_gguf for module in stored):
+            groups.append(GGUF_GROUP)
     known = [group for group in groups if group is not None]
-    return StoredMatrices(min(known), frozenset(in_int8)) if known and len(known) == len(groups) else None
+    kept = StoredMatrices(min(known), frozenset(in_int8), frozenset(with_minima)) if known else None
+    return kept if len(known) == len(groups) else None

@@ -24,7 +24,7 @@ from torch import Tensor
 from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite, why_not_finite
 from engine.kernels.cpu.machine import IN_BF16, IN_FP32
-from engine.kernels.cpu.products.nibbles import E2M1_ZERO
+from engine.loading.grouped_matrices import Conversion, conversion_of
 from engine.loading.load_phases import load_phase
 from engine.loading.mapped_files import open_mapped, read_part
 from engine.loading.stored_parameters import (
@@ -56,7 +56,6 @@ from engine.models.rounding import round_to_int8
 from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantized_formats.modules import QuantizedModule
-from engine.quantized_formats.mxfp4 import levels_of
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
@@ -126,8 +125,9 @@ def load_weights(
         kept = int4_of(specs, modules) if target.encoding == "int4" else fp8_of(specs, stored, modules)
     stored_as = (kept or ALL_FLOAT)._replace(keeps_output=target.encoding != "float" and are_ternary(modules))
     in_int8 = rounded_beside_int8(specs, modules) if target.encoding == "int8" else kept.in_int8 if kept else ()
-    if in_int8:
-        log.info("matrices that the checkpoint has in another form are rounded to 8 bits", matrices=len(in_int8))
+    rounded = [spec for spec in specs if spec.name in in_int8 and conversion_of(spec, modules, kept) is None]
+    if rounded:
+        log.info("matrices that the checkpoint has in another form are rounded to 8 bits", matrices=len(rounded))
     target = target.rounding(specs, modules)
     values = _stored_values(specs, target, stored, modules, kept)
     return parameters_of(specs, target, values, on_progress, stored_as, factors)
@@ -180,10 +180,10 @@ def _stored_values(
                     parameter = reader.fp8(spec, kept.forms[spec.name])
                 elif encoding in ("int4", IN_STEPS) and holds_ternary(spec, modules):
                     parameter = in_four_bits(spec, encoding, partial(reader.ternary, spec))
+                elif encoding == "int4" and (convert := conversion_of(spec, modules, kept)) is not None:
+                    parameter = reader.converted(spec, convert)
                 elif kept is not None and encoding == "int4" and spec.is_matrix and spec.name not in kept.in_int8:
                     parameter = reader.int4(spec, kept.group)
-                elif encoding == "int4" and reader.has_mxfp4(spec):
-                    parameter = reader.mxfp4(spec)
                 elif encoding == "int8" and reader.has_int8(spec):
                     parameter = reader.int8(spec)
                 else:
@@ -226,8 +226,10 @@ class _Reader:
         self.is_ternary = are_ternary(modules)
 
     def dtype_of(self, source: Source) -> str | None:
-        """The file's name of the dtype; None for a quantised module."""
-        return None if source.name in self._modules else self._stored[stored_name(source.name, self._stored)].dtype
+        """The file's name of the dtype; None for a quantised module. Blocks of GGUF are scaled by numbers in fp16."""
+        if (module := self._modules.get(source.name)) is not None:
+            return "F16" if module.storage.is_gguf else None
+        return self._stored[stored_name(source.name, self._stored)].dtype
 
     def fill(self, spec: ParameterSpec, target: WeightsTarget) -> Tensor:
         """A parameter in the target's dtype. Raises ConfigurationError if a number is not finite."""
@@ -340,22 +342,14 @@ class _Reader:
         part = replace(spec, shape=(source.num_rows, spec.shape[1]), sources=(source,), factor=1.0, held_rows=None)
         return self.fill(part, _FLOAT32)
 
-    def has_mxfp4(self, spec: ParameterSpec) -> bool:
-        """True if the whole matrix is stored in MXFP4, and is used like that."""
-        modules = [self._modules.get(source.name) for source in spec.sources]
-        is_plain = not spec.unit_rows and not spec.offset
-        return is_plain and all(module is not None and module.is_mxfp4 for module in modules)
-
-    def mxfp4(self, spec: ParameterSpec) -> LinearParameters:
+    def converted(self, spec: ParameterSpec, convert: Conversion) -> LinearParameters:
         """A matrix with the numbers and scales of the checkpoint. Raises ConfigurationError if one is not finite."""
         matrices = [self._quantized(source) for source in spec.held_sources()]
-        for matrix in matrices:
-            matrix.require_finite(spec.sources[0].name)
-        weight = torch.cat([levels_of(matrix.values) for matrix in matrices])
-        scales = torch.cat([matrix.scales for matrix in matrices])
+        for source, matrix in zip(spec.held_sources(), matrices, strict=True):
+            matrix.require_finite(self._modules[source.name].name)
+        parameter = convert(matrices)
         self._release()
-        zeros = torch.full(scales.shape, E2M1_ZERO, dtype=torch.uint8)
-        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, is_mxfp4=True)
+        return parameter.scaled(spec.factor)
 
     def _quantized(self, source: Source) -> QuantizedMatrix:
         """The outputs that `source` selects of a quantised matrix."""

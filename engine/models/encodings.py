@@ -33,7 +33,8 @@ class LinearParameters:
                     in [0, 15], and groups of 32 inputs: whole numbers of int8 times a scale
     int4            (weight[output, input] - zeros[output, group]) * scales[output, group], with `weight` in [0, 15];
                     with `is_mxfp4` or `is_nf4`, `weight` numbers the levels that count in its place
-                    (engine/kernels/cpu/products/nibbles.py), and groups of MXFP4 have 32 inputs
+                    (engine/kernels/cpu/products/nibbles.py), and groups of MXFP4 have 32 inputs; with `minima` in place
+                    of zeros it is weight[output, input] * scales[output, group] - minima[output, group]
     int8 in groups  as int4, with `weight` in [1, 255]
 
     A group is of neighbouring inputs; the last one may be narrower. With an `order`, int64 [inputs], column i of
@@ -46,12 +47,19 @@ class LinearParameters:
     zeros: Tensor | None = None
     steps: Tensor | None = None
     lows: Tensor | None = None
+    minima: Tensor | None = None
     bias: Tensor | None = None
     order: Tensor | None = None
     is_mxfp4: bool = False
     is_nf4: bool = False
     numbers: Tensor | None = None
     factor: float = 1.0
+
+    def scaled(self, factor: float) -> "LinearParameters":
+        """`factor` times the matrix, which is in groups; its scales are changed."""
+        assert self.scales is not None
+        minima = None if self.minima is None else self.minima.mul_(factor)
+        return replace(self, scales=self.scales.mul_(factor), minima=minima)
 
 
 def _keep(weight: Tensor) -> LinearParameters:
@@ -105,16 +113,24 @@ Forms = tuple[tuple[int, int], ...]
 class StoredMatrices(NamedTuple):
     """How the compiled decoder multiplies the matrices of a checkpoint that are not all in floating point.
 
-    In int4 `group` inputs share a scale; the matrices `in_int8`, which the checkpoint has in another form, are rounded
-    to 8 bits. In fp8 `forms` has, for each matrix, how many outputs that follow each other are stored alike, and their
-    form (engine/kernels/cpu/machine.py). With `keeps_output` the output matrix stays in floating point beside others
-    that are rounded.
+    In int4 `group` inputs share a scale; the matrices `in_int8`, which the checkpoint has in another form, have 8 bits,
+    to which they are rounded if they do not have them; those `with_minima` have these in place of zeros. In fp8 `forms`
+    has, for each matrix, how many outputs that follow each other are stored alike, and their form
+    (engine/kernels/cpu/machine.py). With `keeps_output` the output matrix stays in floating point beside others that
+    are rounded.
     """
 
     group: int = INT4_GROUP
     in_int8: frozenset[str] = frozenset()
+    with_minima: frozenset[str] = frozenset()
     forms: Mapping[str, Forms] = MappingProxyType({})
     keeps_output: bool = False
+
+    def int4_bytes(self, name: str) -> float:
+        """Bytes per number of a matrix in a model in int4. A group has a scale, and a zero or minimum beside it."""
+        if name in self.with_minima:
+            return 0.5 + 4 / self.group
+        return (1.0 if name in self.in_int8 else 0.5) + 3 / self.group
 
 
 ALL_FLOAT = StoredMatrices()

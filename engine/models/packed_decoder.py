@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.attention.backend import attention_shape
 from engine.kernels.cpu.arguments import Array, Floats, Weights
-from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, MXFP4, NF4, PANEL
+from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, MXFP4, NF4, PANEL, WITH_MINIMA
 from engine.kernels.cpu.products.packing import MatrixShape, Packer, as_array, unit_runs
 from engine.kernels.cpu.recurrent.recurrent_arguments import RecurrentWeights
 from engine.loading.load_phases import load_phase
@@ -296,7 +296,7 @@ def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearPar
     """The matrix with the gates of attention, if any, after the values instead of after the queries."""
     if not config.attention_gate:
         return matrix
-    names = ("weight", "scales", "zeros", "steps", "lows", "bias", "numbers")
+    names = ("weight", "scales", "zeros", "steps", "lows", "minima", "bias", "numbers")
     given = {name: getattr(matrix, name) for name in names}
     moved: dict[str, Any] = {name: _gates_last(values, config) for name, values in given.items() if values is not None}
     return replace(matrix, **moved)
@@ -338,7 +338,8 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, parameters: Parameters
     named = dict(zip(names, shapes + of_model, strict=True))
     if parameters.encoding == "fp8":
         return [_in_forms(shape, stored.forms[name], name, config) for name, shape in named.items()]
-    return [replace(shape, numbers=EIGHT_BITS) if name in stored.in_int8 else shape for name, shape in named.items()]
+    kinds = dict.fromkeys(stored.in_int8, EIGHT_BITS) | dict.fromkeys(stored.with_minima, WITH_MINIMA)
+    return [replace(shape, numbers=kinds.get(name, shape.numbers)) for name, shape in named.items()]
 
 
 def _in_forms(shape: MatrixShape, forms: Forms, name: str, config: ModelConfig) -> MatrixShape:
@@ -386,11 +387,11 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
             packer.put_forms(index, numbers, octets, matrix.scales, matrix.bias)
         elif matrix.scales is not None and matrix.steps is not None and matrix.lows is not None:
             packer.put_steps(index, matrix.weight, matrix.scales, matrix.steps, matrix.lows, matrix.bias)
-        elif matrix.scales is None or matrix.zeros is None:
+        elif matrix.scales is None or (taken := matrix.zeros if matrix.minima is None else matrix.minima) is None:
             packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
         else:
-            values = (matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
-            packer.put_groups(index, *values, levels=MXFP4 if matrix.is_mxfp4 else NF4 if matrix.is_nf4 else None)
+            levels = MXFP4 if matrix.is_mxfp4 else NF4 if matrix.is_nf4 else None
+            packer.put_groups(index, matrix.weight, matrix.scales, taken, matrix.bias, levels=levels)
         if matrix.order is not None:
             packer.put_order(index, matrix.order)
         packer.multiply(index, matrix.factor)

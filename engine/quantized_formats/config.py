@@ -8,6 +8,7 @@ from checkpoint.config_json import read_config, read_json
 from engine.quantized_formats.auto_round_config import auto_round
 from engine.quantized_formats.bitnet_config import bitnet
 from engine.quantized_formats.compressed_tensors_config import compressed_tensors
+from engine.quantized_formats.gguf_config import GGUF, gguf
 from engine.quantized_formats.hqq_config import hqq
 from engine.quantized_formats.members import RawConfig, block_sizes, flag, group_size, member, require, target_names
 from engine.quantized_formats.storage import MatrixStorage, ModuleGroup, Quantization
@@ -124,4 +125,5 @@ _METHODS: Mapping[str, Callable[[RawConfig], Quantization]] = {
     "hqq": hqq,
     "torchao": torchao,
     "bitnet": bitnet,
+    GGUF: gguf,
 }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.finite import is_finite, why_not_finite
-from engine.kernels.cpu.machine import INT8_LEVELS, MAX_ZERO
+from engine.kernels.cpu.machine import EIGHT_BITS_ZERO, INT8_LEVELS, MAX_ZERO
 from engine.kernels.cpu.products.nibbles import NF4_ZERO
 from engine.quantized_formats.storage import MatrixStorage
 from mesh.domain.errors import ConfigurationError
@@ -42,11 +42,11 @@ Parts = Mapping[str, Part]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedMatrix:
-    """Number [output, input] of the matrix is (values[output, input] - zeros[output, g]) * scales[output, g] +
-    shifts[output, g], where g is groups[input]. Without `groups`, the inputs are divided into equal groups in their
+    """Number [output, input] of the matrix is (values[output, input] - zeros[output, g]) * scales[output, g] -
+    minima[output, g], where g is groups[input]. Without `groups`, the inputs are divided into equal groups in their
     order.
 
-    values: [outputs, inputs], integers or fp8; scales: [outputs, num_groups] fp32; zeros and shifts: as scales, or None
+    values: [outputs, inputs], integers or fp8; scales: [outputs, num_groups] fp32; zeros and minima: as scales, or None
     for 0; groups: int64 [inputs]. With `levels`, fp32 and of 16 numbers, `values` number the levels that count in their
     place. `factor` multiplies every number at last.
     """
@@ -57,12 +57,12 @@ class QuantizedMatrix:
     groups: Tensor | None = None
     levels: Tensor | None = None
     factor: float = 1.0
-    shifts: Tensor | None = None
+    minima: Tensor | None = None
 
     def select(self, outputs: slice | Tensor) -> "QuantizedMatrix":
         """The matrix with these outputs, in this order."""
-        zeros, shifts = (None if part is None else part[outputs] for part in (self.zeros, self.shifts))
-        return replace(self, values=self.values[outputs], scales=self.scales[outputs], zeros=zeros, shifts=shifts)
+        zeros, minima = (None if given is None else given[outputs] for given in (self.zeros, self.minima))
+        return replace(self, values=self.values[outputs], scales=self.scales[outputs], zeros=zeros, minima=minima)
 
     def input_order(self) -> Tensor | None:
         """The inputs, int64 [inputs], group by group; None if the inputs of each group are neighbours already."""
@@ -100,6 +100,10 @@ class QuantizedMatrix:
             (zeros[:, stored] + offset).to(torch.uint8),
         )
 
+    def in_int8_groups(self) -> Tensor:
+        """Values from 0 to 255 as `round_to_int8_groups` returns them, of signed integers without zeros."""
+        return (self.values.to(torch.int16) + EIGHT_BITS_ZERO).to(torch.uint8)
+
     def dequantized(self) -> Tensor:
         """The matrix in fp32. Products of integers and 16-bit scales are exact in it; with fp32 scales each is rounded
         once.
@@ -114,10 +118,10 @@ class QuantizedMatrix:
             if rows.zeros is not None:
                 out.sub_(self._spread(rows.zeros))
             out.mul_(self._spread(rows.scales))
+            if rows.minima is not None:
+                out.sub_(self._spread(rows.minima))
             if self.factor != 1.0:
                 out.mul_(self.factor)
-            if rows.shifts is not None:
-                out.add_(self._spread(rows.shifts))
         return result
 
     def require_finite(self, name: str) -> None:
@@ -128,6 +132,7 @@ class QuantizedMatrix:
             (self.values.view(torch.uint8) & _NAN_OF_E4M3 == _NAN_OF_E4M3).any()
         )
         is_suspect = has_nan or not is_finite(self.scales * _MAX_OF_E4M3)
+        is_suspect = is_suspect or (self.minima is not None and not is_finite(self.minima))
         if is_suspect and not is_finite(numbers := self.dequantized()):
             raise ConfigurationError(why_not_finite(numbers, name))
 

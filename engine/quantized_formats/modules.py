@@ -8,7 +8,8 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
 from engine.kernels.cpu.machine import LANES
-from engine.quantized_formats import awq, bitnet, bitsandbytes, compressed_tensors, gptq, hqq, mxfp4, torchao
+from engine.quantized_formats import awq, bitnet, bitsandbytes, compressed_tensors, gguf, gptq, hqq, mxfp4, torchao
+from engine.quantized_formats.gguf_config import GGUF_TYPES
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
 from engine.quantized_formats.storage import BYTES, Format, MatrixStorage, Quantization
 from engine.quantized_formats.unread import why_unread
@@ -49,6 +50,7 @@ _READERS: Mapping[Format, _Reader] = {
     "bitlinear": _Reader(bitnet.parts, bitnet.read),
     "autobitlinear": _Reader(bitnet.parts, bitnet.read),
     "bitnet-online": _Reader(bitnet.parts, bitnet.read),
+    **dict.fromkeys(GGUF_TYPES, _Reader(gguf.parts, gguf.read)),
 }
 
 

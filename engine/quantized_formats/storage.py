@@ -1,15 +1,19 @@
 """How the matrices of a checkpoint are stored. Needs no torch."""
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from checkpoint.multimodal import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS
 
 _Ternary = Literal["bitlinear", "autobitlinear", "bitnet-online"]
-Format = Literal["awq", "gptq", "packed", "plain", "mxfp4", "bnb-4bit", "bnb-8bit", "hqq", "torchao"] | _Ternary
+GgufFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+_Other = Literal["awq", "gptq", "packed", "plain", "mxfp4", "bnb-4bit", "bnb-8bit", "hqq", "torchao"]
+Format = _Other | _Ternary | GgufFormat
 _TERNARY: tuple[Format, ...] = ("bitlinear", "autobitlinear", "bitnet-online")
+_IN_INT8_GROUPS: tuple[Format, ...] = ("Q4_0", "Q5_0", "Q8_0")
 BYTES: tuple[Format, ...] = ("plain", "bnb-8bit", "torchao")
 """Formats that store an int8 or fp8 matrix as it is."""
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -56,6 +60,25 @@ class MatrixStorage:
             return None
         return max((group for group in INT4_GROUPS if self.block_inputs % group == 0), default=None)
 
+    @property
+    def is_for_int4(self) -> bool:
+        """True if the matrix has as few bits as int4, and is neither ternary nor one that GGUF has in fewer."""
+        return self.num_bits == 4 or (self.num_bits < 4 and not self.is_ternary and not self.is_gguf)
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.format in get_args(GgufFormat)
+
+    @property
+    def has_minima(self) -> bool:
+        """True if something that is no multiple of the scale is taken from the numbers of each group."""
+        return self.is_gguf and not self.is_symmetric
+
+    @property
+    def fits_int8_groups(self) -> bool:
+        """True if the matrix is as our encoding "int8 in groups" has it, in groups of `block_inputs`."""
+        return self.format in _IN_INT8_GROUPS
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleGroup:
@@ -74,6 +97,12 @@ class Quantization:
     method: str
     groups: tuple[ModuleGroup, ...]
     ignored: tuple[str, ...] = ()
+    _by_name: Mapping[str, MatrixStorage | None] = field(init=False, repr=False, compare=False)
+    """The modules that are named: there may be many thousands."""
+
+    def __post_init__(self) -> None:
+        by_name = {target: group.storage for group in reversed(self.groups) for target in group.targets}
+        object.__setattr__(self, "_by_name", by_name)
 
     def storage_of(self, module: str) -> MatrixStorage | None:
         """The storage of the matrix of a module, by its name in the file; None if it is not quantised. Names go before
@@ -82,6 +111,8 @@ class Quantization:
         if any(_rank(target, module) for target in self.ignored):
             return None
         names = names_in_programs(module)
+        if (named := next((name for name in names if name in self._by_name), None)) is not None:
+            return self._by_name[named]
         targets = [(target, group.storage) for group in self.groups for target in group.targets]
         ranked = [(max(_rank(target, name) for name in names), storage) for target, storage in targets]
         best = max(ranked, key=lambda pair: pair[0], default=(0, None))

@@ -58,8 +58,8 @@ def read(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> QuantizedMat
         octets = tensors[MATRIX].view(torch.uint8)
         numbers = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
         values = (numbers ^ 8).to(torch.int8) - 8
-        scales, shifts = (tensors[part].t().float() for part in (_SCALES, _ZEROS))
-        return QuantizedMatrix(values, scales, shifts=shifts)
+        scales, added = (tensors[part].t().float() for part in (_SCALES, _ZEROS))
+        return QuantizedMatrix(values, scales, minima=-added)
     zeros = None if storage.is_symmetric else by_output(tensors[_ZEROS], storage, shape)
     if storage.is_symmetric and _ZEROS in tensors and bool(tensors[_ZEROS].any()):
         raise ConfigurationError(

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from engine.loading.memory_needs import kept_in_int4
 from engine.loading.resolve import is_in_steps, keeps_output, kv_layout, resolve, why_eager
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -25,7 +26,7 @@ from engine.runner_settings import RunnerSettings
 from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, KVLayout, Span
-from tandem_cli.capacity.roofline import BLOCK_SIZE, QUANTIZED, STEP_BYTES, Precision
+from tandem_cli.capacity.roofline import BLOCK_SIZE, QUANTIZED, STEP_BYTES, WEIGHT_BYTES, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,19 @@ def precision_of(settings: RunnerSettings, config: AnyConfig) -> Precision:
     if keeps_output(settings):
         precision = replace(precision, output=embedding or settings.dtype)
     has_steps = settings.quantize == "int4" and is_in_steps(settings, config)
-    return replace(precision, group_bytes=STEP_BYTES) if has_steps else precision
+    group_bytes = STEP_BYTES if has_steps else precision.group_bytes
+    if settings.quantize == "int4" and not has_steps and isinstance(config, ModelConfig):
+        group_bytes = _group_bytes(settings, config, precision.group)
+    return replace(precision, group_bytes=group_bytes)
+
+
+def _group_bytes(settings: RunnerSettings, config: ModelConfig, group: int) -> float:
+    """Bytes of so many weights beside their 4 bits, on the average: a checkpoint may have matrices of more bits."""
+    matrices = [spec for spec in parameter_specs(config) if spec.is_matrix and spec.name != OUTPUT]
+    stored = kept_in_int4(settings, matrices)
+    sizes = {spec.name: prod(spec.shape) for spec in matrices}
+    num_bytes = sum(stored.int4_bytes(name) * size for name, size in sizes.items())
+    return (num_bytes / sum(sizes.values()) - WEIGHT_BYTES["int4"]) * group
 
 
 def precisions_here(settings: RunnerSettings) -> tuple[list[Precision], dict[str, str]]:

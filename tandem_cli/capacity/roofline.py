@@ -57,7 +57,7 @@ class Precision:
     embedding: str = ""
     is_packed: bool = False
     group: int = _GROUP
-    group_bytes: int = _GROUP_BYTES
+    group_bytes: float = _GROUP_BYTES
     inputs: str = ""
     output: str = ""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
 import torch
 
 from checkpoint.config_json import read_config, require_searchable
@@ -21,6 +22,7 @@ from checkpoint.tokenizer_files import load_tokenizer
 from checkpoint.tokenizer_fingerprint import tokenizer_source
 from checkpoint.watched_files import WatchedFiles
 from engine.bus_errors import name_if_cut_off
+from engine.quantized_formats.gguf_config import GGUF_TYPES, gguf_config
 from engine.quantizer.shards import ShardWriter
 
 _OF_ITS_WEIGHTS = ("quantize_config.json", MANIFEST)
@@ -28,10 +30,10 @@ _OF_ITS_WEIGHTS = ("quantize_config.json", MANIFEST)
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
-    """Write the model in `path` to the folder `out` as Hugging Face does, dequantised. The tokenizer is that of the
-    checkpoint folder `tokenizer`, or the one that the file describes. Returns the exit status. Raises
-    ConfigurationError.
+def convert_gguf(path: Path, out: Path, tokenizer: Path | None, *, dequantizes: bool = False) -> int:
+    """Write the model in `path` to the folder `out` as Hugging Face does. Matrices keep the blocks of the file, if they
+    are of a type in GGUF_TYPES; others, or all if it `dequantizes`, are floats. The tokenizer is that of the checkpoint
+    folder `tokenizer`, or the one that the file describes. Returns the exit status. Raises ConfigurationError.
     """
     began_s = time.monotonic()
     require_searchable(path.parent)
@@ -41,6 +43,7 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
     model = GgufModel(file)
     config = model.config()
     dtype = getattr(torch, model.dtype)
+    wide = () if dequantizes or not model.is_quantized else ("F32",)  # norms, and routers of experts
     with new_folder(out) as unfinished, files.watching():
         if tokenizer is None:
             write_tokenizer(file, unfinished)
@@ -52,14 +55,20 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
             copy_other_files(tokenizer, unfinished, but=_OF_ITS_WEIGHTS)
             _keep_end_tokens(tokenizer, file, unfinished)
         load_tokenizer(unfinished)
-        _write_json(unfinished / "config.json", config)
-        writer = ShardWriter(unfinished)
-        for name, numbers in model.tensors():
+        writer, modules = ShardWriter(unfinished), dict[str, list[str]]()
+        for name, kind, numbers in model.tensors(() if dequantizes else GGUF_TYPES):
             files.require_unchanged()
-            writer.add(name, torch.tensor(numbers, dtype=dtype))
+            if numbers.dtype == np.uint8:
+                modules.setdefault(kind, []).append(name.removesuffix(".weight"))
+                writer.add(name, torch.tensor(numbers))
+            else:
+                writer.add(name, torch.tensor(numbers, dtype=torch.float32 if kind in wide else dtype))
         writer.finish()
+        quantization = {"quantization_config": gguf_config(modules)} if modules else {}
+        _write_json(unfinished / "config.json", config | quantization)
     sys.stdout.write(
-        f"{out}: {len(writer.names)} tensors in {model.dtype}, {writer.num_bytes / 1e6:.0f} MB in "
+        f"{out}: {len(writer.names)} tensors in {', '.join([*sorted(modules), model.dtype])}, "
+        f"{writer.num_bytes / 1e6:.0f} MB in "
         f"{time.monotonic() - began_s:.1f} s; serve it with: tandem up {quote(str(out))}\n"
     )
     return 0

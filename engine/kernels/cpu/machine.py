@@ -59,9 +59,9 @@ _MAX_BLOCK_KEYS = 512
 
 INT4_GROUPS = (32, 64, 128)
 """Inputs that may share a scale in int4."""
-FOUR_BITS, MXFP4, EIGHT_BITS, STEPS, NF4 = 0, 1, 2, 3, 4
+FOUR_BITS, MXFP4, EIGHT_BITS, STEPS, NF4, WITH_MINIMA = range(6)
 """Kinds of numbers of matrices in a model in int4: integers of 4 bits, levels of MXFP4 or NF4, or integers of 8 bits;
-or, if all matrices have them, steps of int8.
+or, if all matrices have them, steps of int8; or integers of 4 bits whose groups have minima.
 """
 STEP_GROUP, MAX_STEP = 32, 17
 """Inputs that share a step of int8, and the largest step: 15 of them are 255."""

@@ -22,6 +22,7 @@ from engine.kernels.cpu.compilation.compiler import entry
 from engine.kernels.cpu.compilation.parts import OPTIONS
 from engine.kernels.cpu.machine import (
     EIGHT_BITS,
+    FOUR_BITS,
     IN_BF16,
     IN_FP32,
     INT4_GROUPS,
@@ -33,6 +34,7 @@ from engine.kernels.cpu.machine import (
     STEP_GROUP,
     TILE_ROWS,
     UNIT,
+    WITH_MINIMA,
     amx_shapes,
     has_amx,
     knows_bf16,
@@ -69,6 +71,7 @@ KINDS = [
     pytest.param("int8", id="int8"),
     pytest.param("steps", id="int4 in steps of int8"),
     *(pytest.param(f"int4-{group}", id=f"int4 in groups of {group}") for group in INT4_GROUPS),
+    pytest.param("int4-minima-32", id="int4 with minima"),
     pytest.param("mxfp4-32", id="mxfp4"),
     *(pytest.param(f"nf4-{group}", id=f"nf4 in groups of {group}") for group in INT4_GROUPS),
     *(pytest.param(f"groups-{group}", id=f"int8 in groups of {group}") for group in (32, 64)),
@@ -99,7 +102,7 @@ class Products:
         torch.manual_seed(0)
         biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
         if kind.startswith(("int4", "mxfp4", "nf4", "groups")):
-            return cls._of_int4(kind, [replace(s, group=int(kind.partition("-")[2])) for s in shapes], biases)
+            return cls._of_int4(kind, [replace(s, group=int(kind.rpartition("-")[2])) for s in shapes], biases)
         if kind.startswith("steps"):
             shapes = [replace(shape, inputs=round_up(shape.inputs, STEP_GROUP)) for shape in shapes]
             return cls._of_steps(kind, shapes, biases)
@@ -156,18 +159,25 @@ class Products:
     @classmethod
     def _of_int4(cls, kind: str, shapes: list[MatrixShape], biases: list[torch.Tensor | None]) -> "Products":
         """Scales are powers of two, others in each group; zeros are anything that fits."""
-        is_int8, (levels, zero, numbers) = kind.startswith("groups"), _LEVELS.get(kind.partition("-")[0], NO_LEVELS)
-        shapes = [replace(shape, numbers=EIGHT_BITS) for shape in shapes] if is_int8 else shapes
+        is_int8 = kind.startswith("groups")
+        levels, zero, kind_of_levels = _LEVELS.get(kind.partition("-")[0], NO_LEVELS)
+        has_minima = kind.startswith("int4-minima")
+        numbers = EIGHT_BITS if is_int8 else WITH_MINIMA if has_minima else FOUR_BITS
+        shapes = [replace(shape, numbers=numbers) for shape in shapes]
         packer, matrices = Packer(shapes, torch.uint8), []
         for i, (shape, bias) in enumerate(zip(shapes, biases, strict=True)):
             weight = torch.randint(0, 256 if is_int8 else 16, (shape.columns, shape.inputs), dtype=torch.uint8)
             scales = torch.randint(0, 3, (shape.columns, shape.num_groups)).exp2()
             zeros = torch.randint(0, 256 if is_int8 else 17, scales.shape, dtype=torch.uint8)
             zeros = torch.full_like(zeros, zero) if levels else zeros
-            packer.put_groups(i, weight, scales, zeros, bias, levels=numbers)
+            minima = torch.randint(-255, 256, scales.shape).float()
+            packer.put_groups(i, weight, scales, minima if has_minima else zeros, bias, levels=kind_of_levels)
             group_of = torch.arange(shape.inputs) // shape.group
             weight = torch.tensor(levels)[weight.int()] if levels else weight
-            matrices.append((weight.float() - zeros[:, group_of].float()) * scales[:, group_of])
+            if has_minima:
+                matrices.append(weight.float() * scales[:, group_of] - minima[:, group_of])
+            else:
+                matrices.append((weight.float() - zeros[:, group_of].float()) * scales[:, group_of])
         return cls(kind, shapes, matrices, biases, packer.weights)
 
     def operand(self, rows: int) -> Operand:

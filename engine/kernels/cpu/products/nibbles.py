@@ -13,6 +13,9 @@ A panel of 16 columns begins with its scales and zeros: for each group 16 fp16 a
 lines. Then come the weights as [inputs / 8][16][4] bytes: of 8 inputs, the low halves of a column's 4 bytes hold the
 first 4 and the high halves the others. So 4 inputs of a column fill a lane after one mask, as in `tiles.py`.
 
+4 bits may have minima, numbers of fp16, in place of zeros: `weight * scale - minimum`, in groups of 32. The minimum
+times the sum of a row's activations is taken in fp32. The 16 minima of a group follow its 16 scales.
+
 In MXFP4 (engine/quantized_formats/mxfp4.py) 4 bits are the number of a level in E2M1_LEVELS. A weight is `(level - 12)
 * scale`, and 12 is the zero of every group. The levels are looked up in a register as they are unpacked. In NF4
 (engine/quantized_formats/bitsandbytes.py) it is that of a level in NF4_LEVELS, whose zero is 128. Without VNNI products
@@ -32,7 +35,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from engine.kernels.cpu.compilation.emitter import FLOAT, HALF, INT8, INT32, INT64, Emitter, Value
+from engine.kernels.cpu.compilation.emitter import FLOAT, INT32, INT64, Emitter, Value
 from engine.kernels.cpu.machine import (
     BLOCK_HEAD_BYTES,
     CACHE_LINE_BYTES,
@@ -47,13 +50,13 @@ from engine.kernels.cpu.machine import (
     PANEL,
     QUAD,
     VECTOR_BYTES,
+    WITH_MINIMA,
     ZERO_BITS,
     knows_avx512,
     knows_vnni,
 )
+from engine.kernels.cpu.products.nibble_vectors import Vectors
 
-SCALES_BYTES = PANEL * (HALF_BYTES + 1)
-"""Bytes of the scales and zeros of a panel's group."""
 _STEP = 32
 """Inputs of a pass of the innermost loop. Without VNNI their products are added up in 16 bits, which cannot overflow:
 2 * 15 * 127 * (_STEP / 4) < 2^15. Of levels of MXFP4 half as many are added up: 2 * 24 * 127 * (_STEP / 8) < 2^15.
@@ -74,87 +77,15 @@ def bytes_per_input(numbers: int) -> int:
     return PANEL if numbers == EIGHT_BITS else PANEL // 2
 
 
-def panel_bytes(num_groups: int, group: int, input_bytes: int) -> int:
-    """Bytes of a panel with its scales and zeros."""
-    lines = (num_groups * SCALES_BYTES + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES
-    return lines * CACHE_LINE_BYTES + num_groups * group * input_bytes
+def scales_bytes(numbers: int) -> int:
+    """Bytes of the scales and zeros, or minima, of a panel's group."""
+    return PANEL * 2 * HALF_BYTES if numbers == WITH_MINIMA else PANEL * (HALF_BYTES + 1)
 
 
-class _Vectors:
-    """Writes operations on vectors of one register: 16 lanes with AVX-512, else 8."""
-
-    def __init__(self, emit: Emitter) -> None:
-        self.emit, self.lanes = emit, LANES if knows_avx512() else LANES // 2
-        self.ints, self.floats, self._halves, self._octets = (
-            ir.VectorType(kind, self.lanes) for kind in (INT32, FLOAT, HALF, INT8)
-        )
-        self.pairs = ir.VectorType(ir.IntType(16), 2 * self.lanes)
-        self.bytes = ir.VectorType(INT8, QUAD * self.lanes)
-        self.nothing = ir.Constant(self.floats, [0.0] * self.lanes)
-
-    def splat(self, scalar: Value) -> Value:
-        vector = ir.VectorType(scalar.type, self.lanes)
-        undefined = ir.Constant(vector, ir.Undefined)
-        first = self.emit.builder.insert_element(undefined, scalar, INT32(0))
-        return self.emit.builder.shuffle_vector(first, undefined, ir.Constant(self.ints, [0] * self.lanes))
-
-    def nibbles(self, at: Value) -> tuple[Value, Value]:
-        """The low halves of the bytes at an address, and the high ones, as bytes: of 4 bits, the weights of 8 inputs, 4
-        of them in each lane.
-        """
-        builder, mask = self.emit.builder, ir.Constant(self.bytes, [15] * QUAD * self.lanes)
-        packed = self.emit.load(at, self.ints, 4)
-        high = builder.lshr(packed, ir.Constant(self.ints, [4] * self.lanes))
-        low, high = (builder.and_(builder.bitcast(bits, self.bytes), mask) for bits in (packed, high))
-        return low, high
-
-    def looked_up(self, levels: Sequence[int], numbers: Value) -> Value:
-        """The bytes of `levels`, of which there are 16, with these numbers."""
-        table = ir.Constant(self.bytes, list(levels) * (QUAD * self.lanes // len(levels)))
-        name = "llvm.x86.avx512.pshuf.b.512" if knows_avx512() else "llvm.x86.avx2.pshuf.b"
-        return self.emit.call(name, self.bytes, table, numbers)
-
-    def scales(self, at: Value) -> Value:
-        return self.emit.builder.fpext(self.emit.load(at, self._halves, 2), self.floats)
-
-    def zeros(self, at: Value) -> Value:
-        return self.emit.builder.zext(self.emit.load(at, self._octets, 1), self.ints)
-
-    def rises(self, zeros: Value) -> Value:
-        """MAX_ZERO minus these zeros, for each of the bytes of `nibbles`: weights of 4 bits are raised by it."""
-        lanes, size = self.emit.builder.bitcast(zeros, self.bytes), QUAD * self.lanes
-        places = ir.Constant(ir.VectorType(INT32, size), [byte // QUAD * QUAD for byte in range(size)])
-        repeated = self.emit.builder.shuffle_vector(lanes, ir.Constant(self.bytes, ir.Undefined), places)
-        return self.emit.builder.sub(ir.Constant(self.bytes, [MAX_ZERO] * size), repeated)
-
-    def dot_pairs(self, left: Value, right: Value) -> Value:
-        """The sum of the products of each lane's two int16."""
-        name = "llvm.x86.avx512.pmaddw.d.512" if knows_avx512() else "llvm.x86.avx2.pmadd.wd"
-        left, right = (self.emit.builder.bitcast(lanes, self.pairs) for lanes in (left, right))
-        return self.emit.call(name, self.ints, left, right)
-
-    def multiply(self, total: Value | None, weights: Value, activations: Value) -> Value:
-        """total + the products of 4 bytes in each lane: int32 with VNNI, else int16, two in a lane."""
-        builder = self.emit.builder
-        if knows_vnni():
-            name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
-            return self.emit.call(name, self.ints, total, builder.bitcast(weights, self.ints), activations)
-        name = "llvm.x86.avx512.pmaddubs.w.512" if knows_avx512() else "llvm.x86.avx2.pmadd.ub.sw"
-        products = self.emit.call(name, self.pairs, weights, builder.bitcast(activations, self.bytes))
-        return products if total is None else builder.add(total, products)
-
-    def widened(self, sums: Value, total: Value, factor: int = 1) -> Value:
-        """`sums` of `multiply`: with `total` in them if they are int32; else, in int16, total + factor * sums."""
-        if knows_vnni():
-            return sums
-        factors = ir.Constant(self.pairs, [factor] * 2 * self.lanes)
-        return self.emit.builder.add(total, self.dot_pairs(sums, factors))
-
-    def add_scaled(self, exact: Value, factor: Value, scale: Value, total: Value) -> Value:
-        """total + exact * factor * scale, never reordered."""
-        value = self.emit.builder.sitofp(exact, self.floats)
-        value = self.emit.builder.fmul(value, factor, flags=("nsz",))
-        return self.emit.call(f"llvm.fma.v{self.lanes}f32", self.floats, value, scale, total)
+def panel_bytes(num_groups: int, group_bytes: int, group_scales_bytes: int) -> int:
+    """Bytes of a panel, by those of a group's weights, and of its scales."""
+    lines = (num_groups * group_scales_bytes + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES
+    return lines * CACHE_LINE_BYTES + num_groups * group_bytes
 
 
 def write_nibble_tile(
@@ -177,6 +108,7 @@ def write_nibble_tile(
         (builder.icmp_signed("==", numbers, INT64(EIGHT_BITS)), EIGHT_BITS, False),
         (builder.icmp_signed("==", numbers, INT64(MXFP4)), MXFP4, True),
         (builder.icmp_signed("==", numbers, INT64(NF4)), NF4, False),
+        (builder.icmp_signed("==", numbers, INT64(WITH_MINIMA)), WITH_MINIMA, True),
         (is_single, FOUR_BITS, True),
     ]
     with ExitStack() as stack:
@@ -215,12 +147,9 @@ class _Tile:
     """Writes the code of a tile."""
 
     def __init__(self, emit: Emitter, product: Value, num_groups: Value, group: Value, ahead: Value) -> None:
-        self._emit, self.vectors, self._ahead = emit, _Vectors(emit), ahead
+        self._emit, self.vectors, self._ahead = emit, Vectors(emit), ahead
         self._a, self._b, self._out = (emit.matrix(matrix) for matrix in emit.members(product, 3))
         self._count, self._size = num_groups, group
-        builder = emit.builder
-        scales = builder.add(builder.mul(self._count, INT64(SCALES_BYTES)), INT64(CACHE_LINE_BYTES - 1))
-        self._head_bytes = builder.and_(scales, INT64(-CACHE_LINE_BYTES))
 
     def multiply(self, rows: range, columns: list[_Column], numbers: int, *, is_one_step: bool) -> None:
         """Compute some rows of some columns. `is_one_step`: a group is one step."""
@@ -245,7 +174,10 @@ class _Tile:
                 sums = steps.next
             factors = [vectors.splat(emit.load(at, FLOAT)) for at in blocks_at]
             pairs = [(factor, scale) for factor in factors for scale in scales]
-            for (factor, scale), exact, total in zip(pairs, sums, loop.carried, strict=True):
+            totals = loop.carried
+            if numbers == WITH_MINIMA:
+                totals = self._without_minima(blocks_at, factors, zeros, totals)
+            for (factor, scale), exact, total in zip(pairs, sums, totals, strict=True):
                 loop.next.append(vectors.add_scaled(exact, factor, scale, total))
         self._store(rows, columns, loop.next)
 
@@ -255,25 +187,46 @@ class _Tile:
         """Sums [rows * columns] with nothing in them but what the zeros take, and what weights of the columns are
         raised by, if they are.
         """
-        emit, builder, vectors = self._emit, self._emit.builder, self.vectors
-        shifts = [emit.load(emit.at(at, FLOAT_BYTES), INT32) for at in blocks_at]
+        vectors = self.vectors
+        if numbers == WITH_MINIMA:
+            return [ir.Constant(vectors.ints, [0] * vectors.lanes)] * (len(blocks_at) * len(zeros)), []
         if knows_vnni() and numbers != EIGHT_BITS:
+            shifts = self._shifts(blocks_at)
             if numbers == NF4:
-                shifts = [builder.shl(shift, INT32(_NF4_ZERO_BITS - ZERO_BITS)) for shift in shifts]
+                shifts = [self._emit.builder.shl(shift, INT32(_NF4_ZERO_BITS - ZERO_BITS)) for shift in shifts]
             sums = [vectors.splat(shift) for shift in shifts for _ in zeros]
             return sums, [vectors.rises(zero) for zero in zeros] if numbers == FOUR_BITS else []
+        return [vectors.dot_pairs(zero, sums) for sums in self._minus_sums(blocks_at) for zero in zeros], []
+
+    def _without_minima(
+        self, blocks_at: list[Value], factors: list[Value], minima: list[Value], totals: list[Value]
+    ) -> list[Value]:
+        """totals [rows * columns], without what a group's minima take."""
+        rows = zip(self._minus_sums(blocks_at), factors, strict=True)
+        taken = [(sums, factor, minimum) for sums, factor in rows for minimum in minima]
+        return [self.vectors.add_scaled(*each, total) for each, total in zip(taken, totals, strict=True)]
+
+    def _shifts(self, blocks_at: list[Value]) -> list[Value]:
+        """Minus the sum of each block, with VNNI MAX_ZERO times."""
+        return [self._emit.load(self._emit.at(at, FLOAT_BYTES), INT32) for at in blocks_at]
+
+    def _minus_sums(self, blocks_at: list[Value]) -> list[Value]:
+        """Minus the sum of each block, in all lanes."""
+        shifts = self._shifts(blocks_at)
         if knows_vnni():
-            shifts = [builder.ashr(shift, INT32(ZERO_BITS)) for shift in shifts]
-        return [vectors.dot_pairs(zero, shift) for shift in map(vectors.splat, shifts) for zero in zeros], []
+            shifts = [self._emit.builder.ashr(shift, INT32(ZERO_BITS)) for shift in shifts]
+        return [self.vectors.splat(shift) for shift in shifts]
 
     def _columns(
         self, columns: list[_Column], group: Value, numbers: int, *, prefetches: bool
     ) -> tuple[list[Value], list[Value], list[Value]]:
-        """Of group number `group` the scales, the zeros, and where the weights are."""
+        """Of group number `group` the scales, the zeros or minima, and where the weights are."""
         emit, builder, lanes = self._emit, self._emit.builder, self.vectors.lanes
-        head = builder.mul(group, INT64(SCALES_BYTES))
+        scales_size = INT64(scales_bytes(numbers))
+        head, heads = (builder.mul(count, scales_size) for count in (group, self._count))
+        heads = builder.and_(builder.add(heads, INT64(CACHE_LINE_BYTES - 1)), INT64(-CACHE_LINE_BYTES))
         first = builder.mul(group, builder.mul(self._size, INT64(bytes_per_input(numbers))))
-        first = builder.add(self._head_bytes, first)
+        first = builder.add(heads, first)
         scales, zeros, weights_at = [], [], []
         for panel, part in columns:
             panel_at = emit.at(self._b[0], builder.mul(self._b[1], INT64(panel)))
@@ -281,7 +234,10 @@ class _Tile:
             if prefetches and part == 0:
                 emit.prefetch(emit.at(head_at, self._ahead), to_l2=True)
             scales.append(self.vectors.scales(emit.at(head_at, part * lanes * HALF_BYTES)))
-            zeros.append(self.vectors.zeros(emit.at(head_at, PANEL * HALF_BYTES + part * lanes)))
+            if numbers == WITH_MINIMA:
+                zeros.append(self.vectors.scales(emit.at(head_at, (PANEL + part * lanes) * HALF_BYTES)))
+            else:
+                zeros.append(self.vectors.zeros(emit.at(head_at, PANEL * HALF_BYTES + part * lanes)))
             weights_at.append(emit.at(emit.at(panel_at, first), part * lanes * QUAD))
         return scales, zeros, weights_at
 

@@ -28,12 +28,13 @@ from engine.kernels.cpu.machine import (
     STEPS,
     UNIT,
     VECTOR_BYTES,
+    WITH_MINIMA,
     ZERO_POINT,
     knows_bf16,
     knows_vnni,
     widens_ahead,
 )
-from engine.kernels.cpu.products.nibbles import SCALES_BYTES, bytes_per_input, panel_bytes
+from engine.kernels.cpu.products.nibbles import bytes_per_input, panel_bytes, scales_bytes
 from engine.kernels.cpu.products.steps import HEAD_BYTES, stepped_panel_bytes
 from engine.kernels.cpu.products.tiles import form_bytes
 
@@ -52,6 +53,8 @@ int4, int64 int4 in steps of int8. A model in fp8 may have bf16 and fp32 beside 
 _INPUTS_IN_LANE = {torch.int8: QUAD, torch.bfloat16: PAIR}
 """Inputs that lie side by side in each of a panel's columns."""
 _SUMMED_AT_ONCE = 2**20
+_LARGEST_MINIMUM = 2**8
+"""The size of a minimum beside the largest scale of its output up to which scales are what they are without minima."""
 _INT8_DEPTH = 64
 """Inputs are padded to a multiple of it in int8: the bytes in a row of an AMX tile."""
 
@@ -59,8 +62,8 @@ _INT8_DEPTH = 64
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
     """Columns (outputs) and inputs of a matrix. `gated`: its outputs are all gates, then all ups. `group`: inputs that
-    share a scale, in int4; one of INT4_GROUPS. `numbers`: FOUR_BITS, as much room as levels take, or EIGHT_BITS.
-    `runs`, in fp8: how many units have one form, and that form (machine.py), one run after the other.
+    share a scale, in int4; one of INT4_GROUPS. `numbers`: FOUR_BITS, as much room as levels take, EIGHT_BITS or
+    WITH_MINIMA. `runs`, in fp8: how many units have one form, and that form (machine.py), one run after the other.
     """
 
     columns: int
@@ -140,10 +143,11 @@ class Packer:
         levels: int | None = None,
     ) -> None:
         """Pack matrix number `index` in int4: number [output, input] is (weight - zeros[group]) * scales[group]. With
-        `levels`, MXFP4 or NF4, weights are numbers of levels, see nibbles.py.
+        `levels`, MXFP4 or NF4, weights are numbers of levels, see nibbles.py. WITH_MINIMA `zeros` are minima.
 
         weight: uint8 [outputs, inputs], 0 to 15, or to 255 if they are EIGHT_BITS; scales: fp32 [outputs, num_groups],
-        kept in fp16 beside a power of two for each output; zeros: uint8 as scales; bias: fp32 [outputs].
+        kept in fp16 beside a power of two for each output; zeros: uint8 as scales; minima: as scales; bias: fp32
+        [outputs].
         """
         shape, num_groups = self._shapes[index], self._shapes[index].num_groups
         arrange = _interleave if shape.gated else _pad_columns
@@ -151,15 +155,23 @@ class Packer:
         columns, num_panels = self._put_bias(index, bias), shape.padded_columns // PANEL
         if levels is not None:
             self._weights.matrices[index, NUMBERS] = levels
-        powers = torch.exp2(torch.frexp(scales.abs().amax(1)).exponent - 1)
+        largest, head_bytes = scales.abs().amax(1), num_groups * scales_bytes(shape.numbers)
+        if shape.numbers == WITH_MINIMA:
+            largest = torch.maximum(largest, zeros.abs().amax(1) / _LARGEST_MINIMUM)
+        powers = torch.exp2(torch.frexp(largest).exponent - 1)
         self._weights.scales[columns] = powers.numpy()
         target = self._target(index, _num_elements(shape, torch.uint8)).view(num_panels, -1)
-        heads = target[:, : num_groups * SCALES_BYTES].view(num_panels, num_groups, SCALES_BYTES)
-        halves = (scales / powers[:, None]).half().view(num_panels, PANEL, num_groups).transpose(1, 2).contiguous()
-        heads[:, :, : PANEL * HALF_BYTES] = halves.view(torch.uint8)
-        heads[:, :, PANEL * HALF_BYTES :] = zeros.view(num_panels, PANEL, num_groups).transpose(1, 2)
+        heads = target[:, :head_bytes].view(num_panels, num_groups, -1)
+        kept = (
+            (scales / powers[:, None]).half(),
+            zeros if zeros.dtype == torch.uint8 else (zeros / powers[:, None]).half(),
+        )
+        of_scales, of_zeros = (
+            values.view(num_panels, PANEL, num_groups).transpose(1, 2).contiguous().view(torch.uint8) for values in kept
+        )
+        heads[:, :, : PANEL * HALF_BYTES], heads[:, :, PANEL * HALF_BYTES :] = of_scales, of_zeros
         weight = _pad_inputs(weight, num_groups * shape.group)
-        packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(num_panels, -1, PANEL, QUAD)
+        packed = target[:, round_up(head_bytes, CACHE_LINE_BYTES) :].view(num_panels, -1, PANEL, QUAD)
         if shape.numbers == EIGHT_BITS:
             packed.copy_(weight.view(num_panels, PANEL, -1, QUAD).transpose(1, 2))
         else:
@@ -255,7 +267,8 @@ def _num_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
         return shape.padded_columns // PANEL * stepped_panel_bytes(_row_elements(shape, dtype)) // SLOT_BYTES
     if dtype != torch.uint8:
         return shape.padded_columns * _row_elements(shape, dtype)
-    return shape.padded_columns // PANEL * panel_bytes(shape.num_groups, shape.group, bytes_per_input(shape.numbers))
+    group_bytes = shape.group * bytes_per_input(shape.numbers)
+    return shape.padded_columns // PANEL * panel_bytes(shape.num_groups, group_bytes, scales_bytes(shape.numbers))
 
 
 def unit_runs(columns: int, forms: Tensor, *, gated: bool) -> tuple[tuple[int, int], ...]:

@@ -232,7 +232,7 @@ _MESHES = (*_FAMILY, ("attention", 10), ("separated", 34), ("colocated", 34))
 _NAMED = ("bnb-nf4 in int4", "bnb-int8 in int8")
 """Forms with the arithmetic that `--quantize` names."""
 _TYPES = (
-    *("fp32", "bf16", "int8", "awq", "gptq", "w8a8", "w4a16", "fp8", "hqq", "torchao-8"),
+    *("fp32", "bf16", "int8", "awq", "gptq", "w8a8", "w4a16", "fp8", "nvfp4", "mxfp4", "hqq", "torchao-8"),
     *BITSANDBYTES,
     *_NAMED,
     *INT4_FORMS,

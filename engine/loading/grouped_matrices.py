@@ -11,9 +11,9 @@ from engine.kernels.cpu.machine import EIGHT_BITS_ZERO
 from engine.kernels.cpu.products.nibbles import E2M1_ZERO
 from engine.models.encodings import LinearParameters, StoredMatrices
 from engine.models.parameters import ParameterSpec
+from engine.quantized_formats.e2m1 import levels_of
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantized_formats.modules import QuantizedModule
-from engine.quantized_formats.mxfp4 import levels_of
 
 Conversion = Callable[[Sequence[QuantizedMatrix]], LinearParameters]
 """Of all parts of a matrix, whose outputs follow each other."""
@@ -28,7 +28,7 @@ def conversion_of(
     storages = [modules[source.name].storage for source in spec.sources if source.name in modules]
     if not storages or len(storages) < len(spec.sources) or spec.unit_rows or spec.offset:
         return None
-    if all(storage.format == "mxfp4" for storage in storages):
+    if all(storage.is_mxfp4 for storage in storages):
         return _in_mxfp4
     if kept is not None and spec.name in kept.with_minima:
         return partial(_with_minima, group=kept.group)

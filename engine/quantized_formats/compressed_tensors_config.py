@@ -12,6 +12,8 @@ _COMPRESSED_FORMATS: Mapping[str, Format] = {
     "float-quantized": "plain",
     "naive-quantized": "plain",
     "pack-quantized": "packed",
+    "nvfp4-pack-quantized": "nvfp4-packed",
+    "mxfp4-pack-quantized": "mxfp4-packed",
 }
 
 
@@ -27,6 +29,8 @@ def compressed_tensors(raw: RawConfig) -> Quantization:
             groups.append(ModuleGroup(target_names(facts.get("targets")), None))
             continue
         source = facts if facts.get("format") else raw
+        if source.get("format") == "mixed-precision":
+            raise ConfigurationError(f"format mixed-precision needs a format in {group} of config_groups")
         formats.add(name := require(source, "format", *_COMPRESSED_FORMATS))
         storage = replace(_weights(member(facts, "weights"), name), int8_rows=_has_int8_inputs(facts))
         groups.append(ModuleGroup(target_names(facts.get("targets")), storage))
@@ -36,6 +40,8 @@ def compressed_tensors(raw: RawConfig) -> Quantization:
 
 def _weights(weights: RawConfig, name: str) -> MatrixStorage:
     """The storage that compressed-tensors' QuantizationArgs describe."""
+    if name in _FP4:
+        return _fp4_weights(weights, name)
     kind = require(weights, "type", *_KINDS[name], default="int")
     num_bits = require(weights, "num_bits", *((4, 8) if name == "pack-quantized" else (8,)), default=8)
     size = group_size(weights)
@@ -59,6 +65,15 @@ def _weights(weights: RawConfig, name: str) -> MatrixStorage:
     )
 
 
+def _fp4_weights(weights: RawConfig, name: str) -> MatrixStorage:
+    strategy, size = _FP4[name]
+    for fact, value in (("type", "float"), ("num_bits", 4), ("strategy", strategy), ("group_size", size)):
+        require(weights, fact, value)
+    require(weights, "symmetric", True, default=True)
+    return MatrixStorage(_COMPRESSED_FORMATS[name], 4, block_inputs=size, is_float=True)
+
+
+_FP4 = {"nvfp4-pack-quantized": ("tensor_group", 16), "mxfp4-pack-quantized": ("group", 32)}
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "int-quantized": ("int",),

@@ -11,6 +11,8 @@ from engine.quantized_formats.compressed_tensors_config import compressed_tensor
 from engine.quantized_formats.gguf_config import GGUF, gguf
 from engine.quantized_formats.hqq_config import hqq
 from engine.quantized_formats.members import RawConfig, block_sizes, flag, group_size, member, require, target_names
+from engine.quantized_formats.modelopt_config import modelopt
+from engine.quantized_formats.quark_config import quark
 from engine.quantized_formats.storage import MatrixStorage, ModuleGroup, Quantization
 from engine.quantized_formats.torchao_config import torchao
 from engine.quantized_formats.unread import METHODS as UNREAD
@@ -23,11 +25,9 @@ def read_quantization(model_dir: Path) -> Quantization | None:
     config = read_config(model_dir)
     raw = config.get("quantization_config") or config.get("compression_config")
     if not raw:
-        path = model_dir / "quantize_config.json"  # of AutoGPTQ
-        raw = read_json(path, optional=True)
+        path, raw = _read_own_file(model_dir)
         if not raw:
             return None
-        raw = {"quant_method": "gptq", **raw}
     method = raw.get("quant_method") if isinstance(raw, dict) else None
     if isinstance(method, str) and method in UNREAD:
         raise ConfigurationError(f"{path}: quant_method {method} is not supported: {UNREAD[method]}")
@@ -42,6 +42,16 @@ def read_quantization(model_dir: Path) -> Quantization | None:
         raise ConfigurationError(f"{path}: {method}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
         raise ConfigurationError(f"{path}: the description of the quantisation is broken: {error!r}") from error
+
+
+def _read_own_file(model_dir: Path) -> tuple[Path, RawConfig]:
+    """The description of a quantisation that is not in config.json, and its file; empty if there is none."""
+    path = model_dir / "hf_quant_config.json"
+    if raw := read_json(path, optional=True):
+        return path, {**raw, "quant_method": "modelopt"}
+    path = model_dir / "quantize_config.json"  # of AutoGPTQ
+    raw = read_json(path, optional=True)
+    return path, {"quant_method": "gptq", **raw} if raw else {}
 
 
 def _awq(raw: RawConfig) -> Quantization:
@@ -112,7 +122,7 @@ def _mxfp4(raw: RawConfig) -> Quantization:
     return Quantization("mxfp4", (ModuleGroup((r"re:.*\.experts\.",), storage),))
 
 
-_METHODS: Mapping[str, Callable[[RawConfig], Quantization]] = {
+_METHODS: Mapping[str, Callable[[RawConfig], Quantization | None]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": compressed_tensors,
@@ -126,4 +136,6 @@ _METHODS: Mapping[str, Callable[[RawConfig], Quantization]] = {
     "torchao": torchao,
     "bitnet": bitnet,
     GGUF: gguf,
+    "modelopt": modelopt,
+    "quark": quark,
 }

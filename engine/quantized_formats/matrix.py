@@ -192,6 +192,8 @@ def scale_shapes(storage: MatrixStorage, shape: Shape) -> tuple[tuple[int, ...],
         shapes.append((rows,))
     if (rows, columns) == (1, 1):
         shapes.append(())
+    if storage.block_rows > 1:
+        shapes.append((rows, 1, columns, 1))  # of modelopt
     return tuple(shapes)
 
 

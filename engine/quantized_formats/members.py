@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from fnmatch import translate
 from typing import Any
 
 from mesh.domain.errors import ConfigurationError
@@ -59,3 +60,11 @@ def target_names(targets: object, name: str = "targets") -> tuple[str, ...]:
         except re.error as error:
             raise ConfigurationError(f"{name}: {target!r:.100} is no regular expression: {error}") from error
     return tuple(targets)
+
+
+def wildcard_names(names: object, name: str) -> tuple[str, ...]:
+    """Names of modules, of which some have wildcards as those of a shell."""
+    return tuple(
+        f"re:{translate(target)}" if any(sign in target for sign in "*?[") else target
+        for target in target_names(names, name)
+    )

@@ -8,7 +8,18 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
 from engine.kernels.cpu.machine import LANES
-from engine.quantized_formats import awq, bitnet, bitsandbytes, compressed_tensors, gguf, gptq, hqq, mxfp4, torchao
+from engine.quantized_formats import (
+    awq,
+    bitnet,
+    bitsandbytes,
+    compressed_tensors,
+    gguf,
+    gptq,
+    hqq,
+    mxfp4,
+    nvfp4,
+    torchao,
+)
 from engine.quantized_formats.gguf_config import GGUF_TYPES
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
 from engine.quantized_formats.storage import BYTES, Format, MatrixStorage, Quantization
@@ -23,7 +34,7 @@ _QUANTIZED = tuple(f".{part}" for part in (*_MATRICES[1:], bitsandbytes.ABSMAX))
 """Ends of names that only tensors of quantised modules have."""
 _SCALES = ("weight_scale", "weight_scale_inv", "SCB")
 _UNUSED_PARTS = (
-    *("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale"),
+    *("input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale"),
     *hqq.UNUSED_PARTS,
     *torchao.UNUSED_PARTS,
 )
@@ -51,6 +62,10 @@ _READERS: Mapping[Format, _Reader] = {
     "autobitlinear": _Reader(bitnet.parts, bitnet.read),
     "bitnet-online": _Reader(bitnet.parts, bitnet.read),
     **dict.fromkeys(GGUF_TYPES, _Reader(gguf.parts, gguf.read)),
+    "mxfp4-packed": _Reader(mxfp4.parts_of_module, mxfp4.read_module),
+    "mxfp4-plain": _Reader(mxfp4.parts_of_module, mxfp4.read_module),
+    "nvfp4-packed": _Reader(nvfp4.parts, nvfp4.read),
+    "nvfp4-plain": _Reader(nvfp4.parts, nvfp4.read),
 }
 
 
@@ -88,7 +103,7 @@ class QuantizedModule:
 
     @property
     def is_mxfp4(self) -> bool:
-        return self.storage.format == "mxfp4"
+        return self.storage.is_mxfp4
 
     def read(self, read_tensor: Callable[[str], Tensor], member: int | None = None) -> QuantizedMatrix:
         """Read the matrix [outputs, inputs], or a member of tensors that stack several. Raises ConfigurationError."""
@@ -143,6 +158,7 @@ def find_module(
             f"{where} is not in the format that config.json names ({quantization}): the checkpoint mixes formats; "
             "download it again"
         )
+    _require_no_factors(name, stored)
     names = {part: _stored_part(f"{name}.{part}", details, stored, where) for part, details in parts.items()}
     unused = tuple(f"{name}.{part}" for part in _UNUSED_PARTS if f"{name}.{part}" in stored)
     return QuantizedModule(
@@ -183,6 +199,15 @@ def _require_no_scales(name: str, stored: StoredTensors) -> None:
         raise ConfigurationError(
             f"{weight.path}: tensor {name}.weight has dtype {weight.dtype}, and {scales[0]} is there beside it: the "
             "checkpoint mixes formats; remove the scales if the matrix is dequantised, or download it again"
+        )
+
+
+def _require_no_factors(name: str, stored: StoredTensors) -> None:
+    """Raise ConfigurationError for factors of activations, which modelopt has for AWQ and SmoothQuant."""
+    if (factors := f"{name}.pre_quant_scale") in stored:
+        raise ConfigurationError(
+            f"{stored[factors].path}: tensor {factors} multiplies the activations of {name}, which is not supported: "
+            "serve a checkpoint that was quantised without AWQ or SmoothQuant, or the original one"
         )
 
 

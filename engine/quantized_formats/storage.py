@@ -9,9 +9,10 @@ from checkpoint.multimodal import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS
 
 _Ternary = Literal["bitlinear", "autobitlinear", "bitnet-online"]
+_E2m1 = Literal["mxfp4", "mxfp4-packed", "mxfp4-plain", "nvfp4-packed", "nvfp4-plain"]
 GgufFormat = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-_Other = Literal["awq", "gptq", "packed", "plain", "mxfp4", "bnb-4bit", "bnb-8bit", "hqq", "torchao"]
-Format = _Other | _Ternary | GgufFormat
+_Other = Literal["awq", "gptq", "packed", "plain", "bnb-4bit", "bnb-8bit", "hqq", "torchao"]
+Format = _Other | _E2m1 | _Ternary | GgufFormat
 _TERNARY: tuple[Format, ...] = ("bitlinear", "autobitlinear", "bitnet-online")
 _IN_INT8_GROUPS: tuple[Format, ...] = ("Q4_0", "Q5_0", "Q8_0")
 BYTES: tuple[Format, ...] = ("plain", "bnb-8bit", "torchao")
@@ -50,6 +51,10 @@ class MatrixStorage:
         per_output = self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
         is_int8 = per_output and self.format in BYTES and (self.num_bits, self.is_float) == (8, False)
         return self.is_ternary or is_int8
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.format in ("mxfp4", "mxfp4-packed", "mxfp4-plain")
 
     @property
     def int4_group(self) -> int | None:
@@ -98,22 +103,25 @@ class Quantization:
     groups: tuple[ModuleGroup, ...]
     ignored: tuple[str, ...] = ()
     _by_name: Mapping[str, MatrixStorage | None] = field(init=False, repr=False, compare=False)
-    """The modules that are named: there may be many thousands."""
+    """Of targets that are names: mixtures may list thousands."""
 
     def __post_init__(self) -> None:
-        by_name = {target: group.storage for group in reversed(self.groups) for target in group.targets}
+        targets = ((target, group.storage) for group in reversed(self.groups) for target in group.targets)
+        by_name = {target: storage for target, storage in targets if not _is_pattern(target)}
         object.__setattr__(self, "_by_name", by_name)
 
     def storage_of(self, module: str) -> MatrixStorage | None:
         """The storage of the matrix of a module, by its name in the file; None if it is not quantised. Names go before
-        patterns, these before kinds of modules.
+        patterns, these before kinds of modules. The name of all experts of a layer stands for each, as in files of
+        modelopt.
         """
         if any(_rank(target, module) for target in self.ignored):
             return None
         names = names_in_programs(module)
-        if (named := next((name for name in names if name in self._by_name), None)) is not None:
-            return self._by_name[named]
-        targets = [(target, group.storage) for group in self.groups for target in group.targets]
+        experts = (f"{name.partition('.experts.')[0]}.experts" for name in names if ".experts." in name)
+        if (found := next((name for name in (*names, *experts) if name in self._by_name), None)) is not None:
+            return self._by_name[found]
+        targets = [(target, group.storage) for group in self.groups for target in group.targets if _is_pattern(target)]
         ranked = [(max(_rank(target, name) for name in names), storage) for target, storage in targets]
         best = max(ranked, key=lambda pair: pair[0], default=(0, None))
         return best[1] if best[0] else None
@@ -130,7 +138,9 @@ class Quantization:
 
     @property
     def is_mxfp4(self) -> bool:
-        return self.method == "mxfp4"
+        """True if all quantised matrices are in MXFP4, whose numbers bf16 holds."""
+        storages = [group.storage for group in self.groups if group.storage is not None]
+        return bool(storages) and all(storage.is_mxfp4 for storage in storages)
 
     @property
     def is_ternary(self) -> bool:
@@ -139,6 +149,11 @@ class Quantization:
     def __str__(self) -> str:
         bits = sorted({group.storage.num_bits for group in self.groups if group.storage is not None})
         return f"{self.method}, {' and '.join(map(str, bits))} bits"
+
+
+def _is_pattern(target: str) -> bool:
+    """Whether a target may describe more than one module."""
+    return target == "Linear" or target.startswith("re:")
 
 
 def _rank(target: str, module: str) -> int:

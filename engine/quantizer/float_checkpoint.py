@@ -52,7 +52,7 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
     """Read config.json and the headers of tensors. Raises ConfigurationError if the checkpoint cannot be quantised."""
     if read_partition(folder) is not None:
         raise ConfigurationError(f"{folder} is partitioned: quantise the checkpoint that it was made from")
-    if (quantization := read_quantization(folder)) is not None and not quantization.is_mxfp4:
+    if (quantization := read_quantization(folder)) is not None and quantization.method != "mxfp4":
         raise ConfigurationError(
             f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
         )

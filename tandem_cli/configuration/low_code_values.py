@@ -28,7 +28,18 @@ _SPECULATION: Mapping[str, str] = MappingProxyType(
         "num_speculative_tokens": "decode.num_speculative_tokens",
     }
 )
-_CHECKPOINT_FORMATS = ("awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "marlin")
+_CHECKPOINT_FORMATS = (
+    "awq",
+    "awq_marlin",
+    "compressed-tensors",
+    "gptq",
+    "gptq_marlin",
+    "marlin",
+    "modelopt",
+    "modelopt_fp4",
+    "modelopt_mixed",
+    "quark",
+)
 _UNSUPPORTED_QUANTIZATIONS = ("bitsandbytes", "bitsandbytes-fp4", "bitsandbytes-nf4", "eetq", "smoothquant")
 _FILE_FORMATS = ("safetensors", "pt")
 _METHODS: Mapping[str, str] = MappingProxyType({"ngram": "ngram", "draft_model": "draft", "mtp": "mtp"})

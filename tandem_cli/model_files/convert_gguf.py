@@ -25,7 +25,7 @@ from engine.bus_errors import name_if_cut_off
 from engine.quantized_formats.gguf_config import GGUF_TYPES, gguf_config
 from engine.quantizer.shards import ShardWriter
 
-_OF_ITS_WEIGHTS = ("quantize_config.json", MANIFEST)
+_OF_ITS_WEIGHTS = ("quantize_config.json", "hf_quant_config.json", MANIFEST)
 """Files that describe the weights beside a tokenizer, which are not those of the file in GGUF."""
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -24,6 +24,7 @@ from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from mesh.domain.errors import ConfigurationError
 from tests.component.remote_families import REFERENCE, REMOTE_FAMILIES
+from tests.component.weights import fp4_packers
 from tests.made_once import made_once
 
 GROUP = 16
@@ -303,6 +304,7 @@ def compressed(kind: str, weights: Mapping[str, Any], **more: Any) -> dict[str, 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
 _INT4 = {"num_bits": 4, "strategy": "group", "group_size": GROUP}
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "llm_int8_skip_modules": None}
+_OF_E2M1 = {"num_bits": 4, "type": "float"}
 _DYNAMIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 FORMS: dict[str, Form] = {
@@ -338,9 +340,20 @@ FORMS: dict[str, Form] = {
         hqq,
     ),
     "torchao-8": Form(_intx(8, GROUP), lambda weight: torchao(weight, 8)),
+    "nvfp4": Form(
+        compressed("nvfp4-pack-quantized", _OF_E2M1 | {"strategy": "tensor_group", "group_size": 16}), fp4_packers.nvfp4
+    ),
+    "modelopt-nvfp4": Form(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head", "*embed*"]},
+        fp4_packers.modelopt_nvfp4,
+    ),
+    "mxfp4": Form(
+        compressed("mxfp4-pack-quantized", _OF_E2M1 | {"strategy": "group", "group_size": 32}), fp4_packers.mxfp4
+    ),
 }
 
 BITSANDBYTES = tuple(form for form in FORMS if form.startswith("bnb"))
+_FP4_FORMS = ("nvfp4", "modelopt-nvfp4", "mxfp4")
 _OF_INT4 = {"group_size": INT4_GROUP}
 _AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "sym": True, "data_type": "int"}
 INT4_FORMS: dict[str, Form] = {
@@ -435,6 +448,8 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
         if form in INT4_FORMS and module.endswith("kv_b_proj") and tensors[f"{module}.weight"].shape[1] % INT4_GROUP:
             continue
         name = module if module in tensors else f"{module}.weight"
+        if form in _FP4_FORMS and tensors[name].shape[-2 if transposed else -1] % fp4_packers.MXFP4_GROUP:
+            continue  # makers leave such matrices as they are
         weight = tensors.pop(name)
         parts, means = _store(weight, description, transposed=transposed)
         tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}

@@ -290,11 +290,11 @@ def test_the_end_of_answers_is_that_of_the_original(tmp_path: Path) -> None:
     (model_dir / "generation_config.json").unlink()
     stated = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps(stated | {"eos_token_id": [7, 9]}))
-    for name in ("quantize_config.json", MANIFEST):
+    for name in ("quantize_config.json", "hf_quant_config.json", MANIFEST):
         (model_dir / name).write_text("{}")
     assert main(["convert", str(path), str(out), "--tokenizer", str(model_dir)]) == 0
     assert read_model_facts(out).eos_token_ids == {7, 9}
-    assert not {"quantize_config.json", MANIFEST} & {file.name for file in out.iterdir()}
+    assert not {"quantize_config.json", "hf_quant_config.json", MANIFEST} & {file.name for file in out.iterdir()}
 
 
 def test_tokens_that_end_a_turn_are_known_by_name(tmp_path: Path) -> None:

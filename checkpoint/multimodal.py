@@ -46,6 +46,8 @@ _LLAMA4 |= {"max_position_embeddings": 131_072, "num_local_experts": 16}
 _MISTRAL = _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 _MINISTRAL3 = _MISTRAL | {"vocab_size": 131_072, "num_hidden_layers": 34, "head_dim": 128, "rms_norm_eps": 1e-5}
 _MINISTRAL3 |= {"max_position_embeddings": 262_144}
+_MISTRAL4: _Facts = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36}
+_MISTRAL4 |= {"num_attention_heads": 32, "max_position_embeddings": 1_048_576}
 _COHERE2: _Facts = {"vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40}
 _COHERE2 |= {"num_attention_heads": 64, "max_position_embeddings": 8192}
 
@@ -61,6 +63,7 @@ TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
         "llama4_text": TextModel("Llama4ForCausalLM", _LLAMA4),
         "ministral3": TextModel("Ministral3ForCausalLM", _MINISTRAL3),
         "mistral": TextModel("MistralForCausalLM", _MISTRAL),
+        "mistral4": TextModel("Mistral4ForCausalLM", _MISTRAL4),
         "qwen2": TextModel("Qwen2ForCausalLM", _QWEN),
         "qwen2_vl_text": TextModel("Qwen2ForCausalLM", _QWEN_VL),
         "qwen2_5_vl_text": TextModel("Qwen2ForCausalLM", _QWEN_VL),

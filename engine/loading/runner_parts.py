@@ -27,7 +27,7 @@ from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
-from engine.models.mtp import mtp_tensors, own_specs
+from engine.models.mtp import drafts_by_layer, mtp_tensors, own_specs
 from engine.models.packed_decoder import Tables, pack_decoder
 from engine.models.packed_weights import PackedDecoder
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
@@ -153,10 +153,9 @@ def _parameters(
 
 def _mtp_tensors(settings: RunnerSettings, config: AnyConfig) -> list[str]:
     names = mtp_tensors(config, open_checkpoint(settings.model_dir)) if isinstance(config, ModelConfig) else []
-    if names:
-        log.info(
-            "the checkpoint has a layer of multi-token prediction: speculative=mtp drafts by it", tensors=len(names)
-        )
+    if names and isinstance(config, ModelConfig):
+        use = "speculative=mtp drafts by it" if drafts_by_layer(config) else f"not read for {config.architecture}"
+        log.info(f"the checkpoint has a layer of multi-token prediction: {use}", tensors=len(names))
     return names
 
 

@@ -23,8 +23,9 @@ from mesh.domain.kv import KVLayout
 
 _CACHE_DTYPES = ("float32", "float16", "int8")
 _BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind", "single")
-_EXPERT_BLOCKS = ("sequential", "single")
-_RECURRENT_BLOCKS = (*_EXPERT_BLOCKS, "sandwich")
+_RECURRENT_BLOCKS = ("sequential", "single", "sandwich")
+_EXPERTS_BLOCKS = (*_RECURRENT_BLOCKS, "parallel-shared")
+"""Blocks that may have a recurrence, and those that may have experts."""
 _REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 KERNEL_ACTIVATIONS: Mapping[str, int] = {
@@ -69,7 +70,7 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (experts := config.experts) is not None:
         if num_ranks > 1:
             return "experts over several ranks"
-        if config.block not in _EXPERT_BLOCKS and config.per_layer is None:
+        if config.block not in _EXPERTS_BLOCKS:
             return f"experts in a block {config.block}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
     if (latent := config.latent) is not None:

@@ -25,12 +25,15 @@ class ExpertsConfig:
     """How the router's outputs become scores: `softmax`, `sigmoid` or `sparse-mixer`."""
     choice_bias: bool = field(default=False, repr=False)
     """Experts are chosen by scores plus a learned bias; their weights are made of the scores alone."""
+    biases_outputs: bool = field(default=False, repr=False)
+    """That bias is added to the router's outputs, before they become scores."""
     num_groups: int = field(default=1, repr=False)
     """Experts are in groups; the `top_groups` with the highest sums of `group_best` scores are chosen first."""
     top_groups: int = field(default=1, repr=False)
     group_best: int = field(default=2, repr=False)
     routed_scale: float = field(default=1.0, repr=False)
     """Factor of the selected experts' weights, after they are normalised."""
+    shared_scale: float = field(default=1.0, repr=False)  # factor of the shared expert's results
     share_floor: float = field(default=1e-20, repr=False)
     """Added to what normalised weights are divided by, which keeps them finite where all sigmoids are 0."""
     mixer_range: float = field(default=0.0, repr=False)

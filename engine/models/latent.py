@@ -58,7 +58,10 @@ class LatentHeads:
         turned = rotate(torch.cat((heads[..., :rotated], key[:, None]), 1), rotation.cos, rotation.sin)
         absorbed = torch.bmm(heads[..., rotated:].transpose(0, 1), self._to_latent).transpose(0, 1)
         keys = torch.cat((turned[:, -1:], self._kv_norm(latent)[:, None]), -1)
-        return torch.cat((turned[:, :-1], absorbed), -1), keys, keys
+        queries = torch.cat((turned[:, :-1], absorbed), -1)
+        if rotation.query_factors is not None:
+            queries = queries * rotation.query_factors
+        return queries, keys, keys
 
     def results(self, mixed: Tensor, shape: AttentionShape) -> Tensor:
         """[num_tokens, num_heads * head_dim] of the backend -> [num_tokens, num_heads * value_dim]."""

@@ -208,6 +208,7 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
             num_groups=facts.num_groups,
             top_groups=facts.top_groups,
             group_best=facts.group_best,
+            biases_outputs=facts.biases_outputs,
             routed_scale=np.float32(facts.routed_scale),
             mixer_range=np.float32(facts.mixer_range),
             share_floor=np.float32(facts.share_floor),

@@ -186,7 +186,7 @@ class ModelConfig:
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_gate: bool = field(default=False, repr=False)
-    """The result of each head is multiplied by a sigmoid, see TensorNames.gate."""
+    """The result of each head is multiplied by a sigmoid, see TensorNames.attention_gate."""
     recurrent: RecurrentConfig | None = field(default=None, repr=False)
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""

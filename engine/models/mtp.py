@@ -47,6 +47,11 @@ _NAMES: Mapping[str, MtpNames] = MappingProxyType(
     | dict.fromkeys(("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"), _BEHIND)
 )
 
+_NOT_READ: Mapping[str, str] = MappingProxyType(
+    {"ExaoneMoeForCausalLM": "mtp.", "MellumForCausalLM": "mtp.", "HYV3ForCausalLM": "model.layers.{}."}
+)
+"""What tensors of layers begin with that no draft is made by."""
+
 
 def mtp_names(config: ModelConfig) -> MtpNames:
     """The names in this model's checkpoint. Raises ConfigurationError for families without such a layer."""
@@ -75,12 +80,19 @@ def mtp_config(config: ModelConfig) -> ModelConfig:
     )
 
 
+def drafts_by_layer(config: ModelConfig) -> bool:
+    """True if the layer of this family's checkpoints can be read."""
+    return config.architecture in _NAMES
+
+
 def mtp_tensors(config: ModelConfig, stored: Iterable[str]) -> list[str]:
-    """The tensors of the layer, as far as a checkpoint has `stored` them."""
-    if config.architecture not in _NAMES:
+    """The tensors of such layers, as far as a checkpoint has `stored` them."""
+    if drafts_by_layer(config):
+        prefix = mtp_names(config).projection.rpartition(".")[0] + "."
+    elif config.architecture in _NOT_READ:
+        prefix = _NOT_READ[config.architecture].format(config.num_layers)
+    else:
         return []
-    names = mtp_names(config)
-    prefix = names.projection.rpartition(".")[0] + "."
     return [name for name in stored if name.startswith(prefix)]
 
 

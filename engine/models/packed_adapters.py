@@ -140,11 +140,14 @@ def _with_gates_last(changes: Sequence[ModulePiece], config: ModelConfig) -> Ite
     """The changes of queries with gates, keys and values, in the order of the packed matrix; see packed_decoder.py."""
     width, of_kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     for a, b, first in changes:
-        if first == 0:
-            yield ModulePiece(a, b[:width], 0)
-            yield ModulePiece(a, b[width:], width + of_kv)
-        else:
+        if first >= 2 * width:
             yield ModulePiece(a, b, first - width)
+            continue
+        num_queries = max(0, width - first)  # a module is queries and gates, or one of them
+        if num_queries:
+            yield ModulePiece(a, b[:num_queries], first)
+        if len(b) > num_queries:
+            yield ModulePiece(a, b[num_queries:], max(first, width) + of_kv)
 
 
 def _halves(change: ModulePiece, inner: int) -> Iterator[ModulePiece]:

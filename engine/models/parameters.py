@@ -177,7 +177,7 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
         nested.mlp(names.expert_up, names.expert_down, experts.intermediate_size)
     if experts.shared_size:
         nested = builder.nested("shared.", f"{names.shared_expert}.")
-        nested.mlp(names.expert_up, names.expert_down, experts.shared_size)
+        nested.mlp(names.expert_up, names.expert_down, experts.shared_size, experts.shared_scale)
     if experts.shared_gate:
         gate = (1, config.hidden_size)
         builder.add("shared_gate", gate, [Source(f"{builder.source}{names.shared_gate}.weight", gate)])
@@ -273,15 +273,17 @@ def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, R
     if len(names.qkv) == 3:
         q, k, v = names.qkv
         q_rows = _rows_of_heads(np.arange(heads), order)
-        gate_rows = np.repeat(np.arange(heads), head_dim)
-        if config.attention_gate and not names.gate:
-            # Stored are, for each head, the query and the gate; all gates follow all queries.
+        gates: list[tuple[str, int, RowOrder]] = []
+        if names.attention_gate:
+            rows = np.repeat(np.arange(heads), head_dim) if names.gates_heads else np.arange(heads * head_dim)
+            gates = [(names.attention_gate, heads if names.gates_heads else len(rows), rows)]
+        elif config.attention_gate:  # stored are, for each head, the query and the gate; all gates follow all queries
             stored = np.arange(heads)
-            gates = _rows_of_heads(2 * stored + 1, np.arange(head_dim))
-            q_rows = np.concatenate((_rows_of_heads(2 * stored, order), gates))
+            of_gates = _rows_of_heads(2 * stored + 1, np.arange(head_dim))
+            q_rows = np.concatenate((_rows_of_heads(2 * stored, order), of_gates))
         return [
             (q, len(q_rows), q_rows),
-            *([(names.gate, heads, gate_rows)] if config.attention_gate and names.gate else ()),
+            *gates,
             (k, kv_heads * head_dim, _rows_of_heads(np.arange(kv_heads), order)),
             (v, kv_heads * head_dim, np.arange(kv_heads * head_dim)),
         ]
@@ -378,15 +380,15 @@ class SpecBuilder:
             first += weight.shape[0]
         return sources
 
-    def mlp(self, up: tuple[str, ...], down: str, inner: int) -> None:
-        """Add the projections of an MLP or an expert with inner width `inner`."""
+    def mlp(self, up: tuple[str, ...], down: str, inner: int, scale: float = 1.0) -> None:
+        """Add the projections of an MLP or an expert with inner width `inner`. `scale`: factor of its result."""
         config = self._config
         outputs = 2 * inner if config.gated else inner
         ups = [(stem, outputs // len(up), None) for stem in up]
         name = "gate_up" if config.gated else "up"
         self.linear(name, ups, config.hidden_size, has_bias=config.mlp_bias)
         downs = [(down, config.hidden_size, None)]
-        self.linear("down", downs, inner, has_bias=config.mlp_bias, factor=config.out_factor)
+        self.linear("down", downs, inner, has_bias=config.mlp_bias, factor=config.out_factor * scale)
 
     def xielu(self, stem: str) -> None:
         """Add the parameters of an MLP's xIELU as one vector."""

@@ -16,8 +16,8 @@ from engine.models.experts_config import check_experts
 from engine.models.families.bailing import bailing_moe
 from engine.models.families.bloom import bloom, mpt
 from engine.models.families.chatglm import chatglm, glm, glm4
-from engine.models.families.cohere import cohere, cohere2
-from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, youtu
+from engine.models.families.cohere import cohere, cohere2, cohere2_moe
+from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite, minicpm3, mistral4, youtu
 from engine.models.families.dense import (
     apertus,
     arcee,
@@ -61,7 +61,16 @@ from engine.models.families.llama import (
 from engine.models.families.llama4 import llama4
 from engine.models.families.mamba import falcon_mamba, mamba
 from engine.models.families.mamba_hybrid import bamba, falcon_h1, granite_moe_hybrid, mamba2, nemotron_h
-from engine.models.families.mixtures import deepseek, granite_moe, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
+from engine.models.families.mixtures import (
+    deepseek,
+    granite_moe,
+    granite_moe_swa,
+    mellum,
+    mixtral,
+    qwen2_moe,
+    qwen3_moe,
+    qwen3_vl_moe,
+)
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
@@ -77,6 +86,7 @@ from engine.models.families.routed import (
     phimoe,
     solar_open,
 )
+from engine.models.families.sigmoid_mixtures import afmoe, exaone_moe, hunyuan3, kolibri1
 from engine.models.model_config import ModelConfig, RopeConfig, plain_config
 from mesh.domain.errors import ConfigurationError
 
@@ -141,7 +151,7 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma4ForCausalLM": Family("Gemma 4, text", gemma4),
     "Gemma4UnifiedForCausalLM": Family("Gemma 4 12B, text", gemma4_unified),
     "GraniteForCausalLM": Family("Granite 3", granite),
-    "GraniteSWAForCausalLM": Family("Granite SWA", granite_swa, {"rms_norm_eps": 1e-5}),
+    "GraniteSWAForCausalLM": Family("Granite Swash", granite_swa, {"rms_norm_eps": 1e-5}),
     "HyperCLOVAXForCausalLM": Family("HyperCLOVA X SEED Think", hyperclovax),
     "StableLmForCausalLM": Family("StableLM", stablelm, {"layer_norm_eps": 1e-5}),
     "InternLMForCausalLM": Family("InternLM", internlm),
@@ -209,6 +219,14 @@ FAMILIES: Mapping[str, Family] = {
     "PhimoeForCausalLM": Family("Phi 3.5 MoE", phimoe, {"rms_norm_eps": 1e-5}),
     "PhiMoEForCausalLM": Family("Phi 3.5 MoE", phimoe, {"rms_norm_eps": 1e-5}),
     "SolarOpenForCausalLM": Family("Solar Open", solar_open),
+    "ExaoneMoeForCausalLM": Family("K-EXAONE", exaone_moe),
+    "MellumForCausalLM": Family("Mellum 2", mellum),
+    "HYV3ForCausalLM": Family("Hunyuan 3", hunyuan3, {"rms_norm_eps": 1e-5}),
+    "AfmoeForCausalLM": Family("Trinity", afmoe, {"rms_norm_eps": 1e-5}),
+    "GraniteMoeSWAForCausalLM": Family("Granite Swash MoE", granite_moe_swa),
+    "Cohere2MoeForCausalLM": Family("Command A+", cohere2_moe),
+    "Kolibri1ForCausalLM": Family("Kolibri 1", kolibri1),
+    "Mistral4ForCausalLM": Family("Mistral Small 4", mistral4),
 }
 """Families by the names in `architectures` of config.json."""
 

@@ -48,7 +48,7 @@ class Router:
         else:
             scores = outputs.softmax(-1, dtype=torch.float32)
         if self._choice_bias is not None:
-            ranked = scores + self._choice_bias
+            ranked = (outputs.to(torch.float32) if facts.biases_outputs else scores) + self._choice_bias
         else:
             ranked = scores if facts.num_groups > 1 else outputs  # of outputs fewer are equal: scores round to 1
         if facts.num_groups > 1:

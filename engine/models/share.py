@@ -220,13 +220,17 @@ def _query_heads(config: ModelConfig, heads: Span, number: int, size: int) -> Sp
 
 
 def _rows_of_heads(config: ModelConfig, share: RankShare) -> RowOrder:
-    """Rows of the merged projection [queries, keys, values] that belong to the rank's heads."""
+    """Rows of the merged projection [queries, keys, values] that belong to the rank's heads; gates of attention are
+    between queries and keys.
+    """
     dim = config.head_dim
-    first_key = config.num_heads * dim
+    first_gate = config.num_heads * dim
+    first_key = 2 * first_gate if config.attention_gate else first_gate
     first_value = first_key + config.num_kv_heads * dim
     queries = np.arange(share.query_heads.first * dim, share.query_heads.end * dim)
+    gates = first_gate + queries if config.attention_gate else queries[:0]
     kv = np.arange(share.heads.first * dim, share.heads.end * dim)
-    return np.concatenate((queries, first_key + kv, first_value + kv))
+    return np.concatenate((queries, gates, first_key + kv, first_value + kv))
 
 
 def _rows_of_latent(name: str, config: ModelConfig, latent: LatentConfig, share: RankShare) -> RowOrder | None:

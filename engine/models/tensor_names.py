@@ -23,12 +23,13 @@ class TensorNames:
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three tensors, or one with all three projections; see `grouped_qkv`. "": a layer does without this tensor."""
-    gate: str = field(default="", repr=False)
-    """The gates of attention, one for each head. "": there is one for each number, and the gates of a head follow its
-    queries in their tensor."""
     q_norm: str = "self_attn.q_norm"
     """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
+    attention_gate: str = field(default="", repr=False)
+    """Gates of attention's results, a tensor of their own; "": in that of queries they follow those of their head."""
+    gates_heads: bool = field(default=False, repr=False)
+    """The tensor has one gate for each head, not one for each number."""
     sinks: str = field(default="self_attn.sinks", repr=False)
     q_b: str = field(default="", repr=False)
     """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;

@@ -14,14 +14,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 from tests.component.mtp import add_mtp_layer
-from tests.component.newest_families import LLAMA4, MIXED
+from tests.component.newest_families import LLAMA4, MIXED, MIXTURES
 from tests.component.remote_families import REMOTE_FAMILIES, save_remote
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # which takes seconds to import
+
+# To transformers it is a part of multimodal models only.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 VOCAB_SIZE = 264
 BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 256, 257, 258
@@ -334,6 +337,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         },
     ),
     "llama4": partial(llama_like, **LLAMA4),
+    **{family: partial(llama_like, **facts) for family, facts in MIXTURES.items()},
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 from checkpoint.config_json import text_part
 from checkpoint.multimodal import other_part
 from tests.component.checkpoints import WINDOW, randomise, save_tokenizer
+from tests.component.newest_families import MIXTURES
 
 _TEXT = {
     "vocab_size": 264,
@@ -50,6 +51,10 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "mistral3-ministral3": (
         {"model_type": "ministral3", "rope_parameters": _GROWING, "tie_word_embeddings": True},
+        _VISION | {"model_type": "pixtral"},
+    ),
+    "mistral3-mistral4": (
+        MIXTURES["mistral4"] | {"head_dim": 48, "rope_parameters": _GROWING, "tie_word_embeddings": True},
         _VISION | {"model_type": "pixtral"},
     ),
     "qwen2_5_vl": ({"rope_parameters": _MROPE}, _QWEN_VISION | {"out_hidden_size": 64}),

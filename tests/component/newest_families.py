@@ -1,4 +1,6 @@
-"""Small models of Llama 4, Gemma 3n and Gemma 4 with every option that they have, in the words of their configs."""
+"""Small models of Llama 4, Gemma 3n, Gemma 4 and newer mixtures with every option that they have, in the words of their
+configs.
+"""
 
 from typing import Any
 
@@ -71,5 +73,133 @@ MIXED: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
+    },
+}
+_LOCAL_FIRST = ["sliding_attention", "full_attention", "sliding_attention"]
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "exaone-moe": _EXPERTS
+    | {
+        "model_type": "exaone_moe",
+        "num_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "sliding_window": 12,
+        "layer_types": _LOCAL_FIRST,
+    },
+    "mellum": _EXPERTS
+    | {
+        "model_type": "mellum",
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "attention_bias": True,
+        "sliding_window": 12,
+        "layer_types": [*_LOCAL_FIRST, "full_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "max_position_embeddings": 128,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500_000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "hy-v3": _EXPERTS | {"model_type": "hy_v3", "head_dim": 16, "num_shared_experts": 2, "attention_bias": True},
+    "afmoe": _EXPERTS
+    | {
+        "model_type": "afmoe",
+        "head_dim": 16,
+        "num_dense_layers": 1,
+        "num_shared_experts": 2,
+        "route_scale": 1.5,
+        "sliding_window": 12,
+        "layer_types": _LOCAL_FIRST,
+        "mup_enabled": True,
+    },
+    "granite-moe-swa": {
+        "model_type": "granitemoe_swa",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 32,
+        "shared_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "sliding_window": 12,
+        "layer_types": [*_LOCAL_FIRST, "full_attention"],
+        "layer_rope_theta": [10_000.0, 0, 10_000.0, 500_000.0],
+        "attention_bias": True,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
+    "cohere2-moe": {
+        "model_type": "cohere2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "intermediate_size": 32,
+        "prefix_dense_intermediate_size": 96,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 12,
+        "logit_scale": 0.5,
+        "attention_bias": True,
+    },
+    "cohere2-moe-sigmoid": {
+        "model_type": "cohere2_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 1,
+        "expert_selection_fn": "sigmoid",
+        "shared_expert_combination_strategy": "sum",
+        "intermediate_size": 32,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 16,
+        "layer_types": _LOCAL_FIRST,
+        "sliding_window": 12,
+        "tie_word_embeddings": False,
+    },
+    "kolibri1": _EXPERTS
+    | {
+        "model_type": "kolibri1",
+        "head_dim": 16,
+        "shared_expert_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "sliding_window": 12,
+        "layer_types": _LOCAL_FIRST,
+    },
+    "mistral4": {
+        "model_type": "mistral4",
+        "kv_lora_rank": 48,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 48,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "max_position_embeddings": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
     },
 }

@@ -29,6 +29,8 @@ SIZES: dict[str, Any] = {
 }
 BARE: dict[str, Any] = {"vocab_size": 100, "n_layer": 4, "n_head": 4}
 _DYNAMIC: dict[str, Any] = {"type": "dynamic", "factor": 2.0}
+_LOCAL: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_MARKED: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -211,6 +213,31 @@ def test_layers_of_newer_families(read: Any) -> None:
     assert hunyuan.shareable_prefixes
 
 
+def test_layers_of_newer_mixtures_unless_stated(read: Any) -> None:
+    exaone = read("ExaoneMoeForCausalLM", **SIZES, **_MARKED)
+    assert (exaone.windows, exaone.unrotated) == ((4096, 4096, 4096, None), (3,))
+    assert (exaone.experts.layers, exaone.experts.routed_scale) == ((False, True, True, True), 2.5)
+    trinity = read("AfmoeForCausalLM", **SIZES, **_MARKED, global_attn_every_n_layers=2, num_dense_layers=3)
+    assert (trinity.windows, trinity.unrotated) == ((1024, None, 1024, None), (1, 3))
+    assert trinity.experts.layers == (False, False, False, True)
+    whole = read("AfmoeForCausalLM", **SIZES, **_MARKED, sliding_window=None)
+    assert (whole.windows, whole.unrotated) == ((None,) * 4, (3,))
+    kolibri = read("Kolibri1ForCausalLM", **SIZES | {"num_hidden_layers": 6}, **_MARKED)
+    assert (kolibri.windows, kolibri.unrotated) == ((513, 513, 513, 513, None, 513), (4,))
+    command = read("Cohere2MoeForCausalLM", **SIZES, first_k_dense_replace=2, sliding_window=7)
+    assert (command.windows, command.unrotated) == ((None, None, 7, 7), ())
+    assert command.experts.layers == (False, False, True, True)
+    command = read("Cohere2MoeForCausalLM", **SIZES, sliding_window=7, sliding_window_pattern=2)
+    assert (command.windows, command.unrotated, command.norm) == ((7, None, 7, None), (1, 3), "layer")
+    mellum = read("MellumForCausalLM", **SIZES, **_MARKED, layer_types=["full_attention", "sliding_attention"] * 2)
+    assert (mellum.windows, mellum.rope.theta, mellum.window_rope.theta) == ((None, 1024, None, 1024), 5e5, 1e4)
+    granite = read("GraniteMoeSWAForCausalLM", **SIZES, **_LOCAL, layer_rope_theta=[0, 1e4, 1e4, 1e4])
+    assert (granite.windows, granite.unrotated) == ((None, 128, 128, 128), (0,))
+    assert (granite.rope.theta, granite.window_rope) == (1e4, None)
+    mistral = read("Mistral4ForCausalLM", **SIZES)
+    assert (mistral.rope.kind, mistral.rope.query_growth, mistral.max_model_len) == ("yarn", 0.1, 2**20)
+
+
 def test_gemma_means_tanh_where_it_says_gelu(read: Any) -> None:
     gemma = read("GemmaForCausalLM", **SIZES, hidden_act="gelu", hidden_activation=None)
     assert (gemma.activation, gemma.embed_scale, gemma.tied) == ("gelu_pytorch_tanh", 8.0, True)
@@ -262,6 +289,24 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ),
         ("Dots1ForCausalLM", _EXPERTS | {"n_group": 3}, "8 experts cannot be divided into 3 groups"),
         ("Dots1ForCausalLM", _EXPERTS | {"n_routed_experts": 10**9}, "1000000000 experts are more than 4096"),
+        ("HYV3ForCausalLM", _MARKED | {"mlp_bias": True}, "mlp_bias True"),
+        ("AfmoeForCausalLM", _MARKED | {"attention_bias": True}, "attention_bias True"),
+        (
+            "MellumForCausalLM",
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor 0.5 of sliding_attention is not supported",
+        ),
+        ("ExaoneMoeForCausalLM", _MARKED | {"mlp_layer_types": ["sparse"]}, "mlp_layer_types has 1 entries for 4"),
+        ("ExaoneMoeForCausalLM", _MARKED | {"mlp_layer_types": ["x"] * 4}, "dense and sparse, not 'x'"),
+        ("GraniteMoeSWAForCausalLM", _LOCAL | {"layer_rope_theta": [1e4]}, "layer_rope_theta has 1 entries for 4"),
+        (
+            "GraniteMoeSWAForCausalLM",
+            _LOCAL | {"layer_rope_theta": [1e4, 1e4, 1e5, 0]},
+            "with other bases than one for",
+        ),
+        ("Cohere2MoeForCausalLM", {"expert_selection_fn": "x"}, "expert_selection_fn 'x' is not supported"),
+        ("Cohere2MoeForCausalLM", {"shared_expert_combination_strategy": "x"}, "combination_strategy 'x' is not"),
+        ("Mistral4ForCausalLM", {"partial_rotary_factor": 1.0}, "partial_rotary_factor does not fit qk_rope_head_dim"),
         ("LlamaForCausalLM", {"num_hidden_layers": 10**9}, "1000000000 layers are more than 4096"),
         ("HunYuanMoEV1ForCausalLM", {"num_experts": 8, "moe_topk": [2, 3]}, "moe_topk must be the same in all layers"),
         ("HunYuanMoEV1ForCausalLM", {"num_shared_expert": [2]}, "num_shared_expert 2 is not supported"),

@@ -287,6 +287,7 @@ class Routing(NamedTuple):
     num_groups: int
     top_groups: int
     group_best: int
+    biases_outputs: bool  # choice_biases are added to outputs, not to scores
     routed_scale: np.float32
     mixer_range: np.float32
     share_floor: np.float32

@@ -4,6 +4,8 @@
 twice as long to compile.
 """
 
+import numpy as np
+
 from engine.kernels.cpu.adapters import (
     INPUT_GATE_SITE,
     INPUT_PROJECTION_SITE,
@@ -17,6 +19,7 @@ from engine.kernels.cpu.arguments import (
     EXPERTS_OUT_NORM,
     INPUT_NORM,
     INPUT_OUT_NORM,
+    MLP_OUT_NORM,
     POST_NORM,
     ROUTER_NORM,
     Part,
@@ -83,6 +86,8 @@ from engine.kernels.cpu.threads.phases import (
     finish_phase,
 )
 
+_ONE = np.float32(1.0)
+
 
 @Kernel
 def compute_recurrence(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
@@ -147,7 +152,7 @@ def compute_latent_attention(kinds: Kinds, addresses: Addresses, layers: Range) 
         product(operand, weights, qkv - 1, Target(buffers.queries.reshape(-1, buffers.query_step), STORE), part)
         finish_phase(team, QKV)
     rotate_and_store_latents(latent, layer, buffers, attending, model.cache, model.ropes[layer], rows)
-    project_queries(latent, layer, buffers, attending, part)
+    project_queries(latent, layer, buffers, attending, model.ropes[layer], part)
     finish_phase(team, STORE_KV)
     attend(attending, model.cache, place_of(model, layer), window, part)
     if has_splits(attending.batch, window):
@@ -160,7 +165,9 @@ def compute_latent_attention(kinds: Kinds, addresses: Addresses, layers: Range) 
 
 @Kernel
 def add_experts(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
-    """Add the results of the layer's experts to the residual or, beside an MLP, keep their norm in `routed.normed`."""
+    """Add the results of the layer's experts to the residual, normed in a sandwich; beside an MLP, keep their norm in
+    `routed.normed`.
+    """
     model, memory, _, team = load(kinds, addresses)
     layer = layers.first
     acts, operand, experts, routed = memory.acts, memory.operand, model.experts, memory.acts.routed
@@ -186,6 +193,11 @@ def add_experts(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
         routed.normed[rows.first : rows.end] = 0
         add_results(experts, routed, copies, routed.normed, rows)
         put_normed(routed.normed, Norm(model.norms[layer, EXPERTS_OUT_NORM], model.eps), routed.normed, rows)
+    elif model.family.sandwich:
+        acts.branch[rows.first : rows.end] = 0
+        add_results(experts, routed, copies, acts.branch, rows)
+        norm = Norm(model.norms[layer, MLP_OUT_NORM], model.eps)
+        add_normed(acts.branch, norm, _ONE, acts.residual, rows)
     else:
         add_results(experts, routed, copies, acts.residual, rows)
 

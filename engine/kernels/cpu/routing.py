@@ -47,11 +47,13 @@ def route_rows(routing: Routing, routed: RoutedRows, layer: int, x: Floats, norm
 @jit
 def _choose(routing: Routing, layer: int, scores: Floats, ranked: Floats, chosen: Int64s, weights: Floats) -> None:
     """The experts that rank highest, and their shares."""
+    has_bias = routing.choice_biases.shape[1] > 0
     for e in range(routing.num_experts):
         ranked[e] = scores[e]  # outputs rank better than scores, many of which round to 1
+        if has_bias and routing.biases_outputs:
+            ranked[e] += routing.choice_biases[layer, e]
     total = _score(routing, scores)
-    has_bias = routing.choice_biases.shape[1] > 0
-    if has_bias or routing.num_groups > 1:
+    if not routing.biases_outputs and (has_bias or routing.num_groups > 1):
         for e in range(routing.num_experts):
             ranked[e] = scores[e] / total + routing.choice_biases[layer, e] if has_bias else scores[e]
     if routing.num_groups > 1:

@@ -98,7 +98,10 @@ def run_layers(kinds: Kinds, addresses: Addresses, halves: Range) -> None:
             call_kernel(model.layer_code[LATENT_ATTENTION], addresses, layer)
         elif model.have_attention[layer]:
             _attend(model, memory, step, team, layer)
-        if model.family.parallel:
+        if model.family.parallel and model.experts.layers[layer]:
+            call_kernel(model.layer_code[EXPERTS], addresses, layer)
+            _add_attention(model, memory, team, layer)
+        elif model.family.parallel:
             _compute_inner(model, memory, team, layer)
             _add_attention(model, memory, team, layer)
             _add_mlp(model, memory, team, layer)

@@ -1,12 +1,23 @@
-"""Models with multi-head latent attention: DeepSeek V2 and V3 with R1, Moonlight and Kimi K2, GLM-4.7-Flash, and two
-without experts, Youtu-LLM and MiniCPM 3.
+"""Models with multi-head latent attention: DeepSeek V2 and V3 with R1, Moonlight and Kimi K2, GLM-4.7-Flash, Mistral
+Small 4, and two without experts, Youtu-LLM and MiniCPM 3.
 """
 
 from dataclasses import replace
 from math import sqrt
 
-from checkpoint.config_json import RawConfig, flag, integer, number, refuse, text, texts, yarn_mscale
+from checkpoint.config_json import (
+    RawConfig,
+    flag,
+    integer,
+    number,
+    refuse,
+    rope_section,
+    text,
+    texts,
+    yarn_mscale,
+)
 from engine.models.experts_config import ExpertsConfig
+from engine.models.families.layer_kinds import default_rope
 from engine.models.latent_config import LatentConfig
 from engine.models.model_config import ModelConfig, rotated_dim
 from engine.models.tensor_names import TensorNames
@@ -43,6 +54,15 @@ _MINICPM3 = {
     "scale_emb": 12,
     "scale_depth": 1.4,
     "dim_model_base": 256,
+}
+_MISTRAL4 = _HEADS | {
+    "kv_lora_rank": 256,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 2048,
 }
 """Facts that config.json leaves out."""
 
@@ -89,6 +109,34 @@ def minicpm3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         logit_scale=number(raw, "dim_model_base", default=plain.hidden_size) / plain.hidden_size,
         tied=flag(raw, "tie_word_embeddings", default=True),
     )
+
+
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
+
+def mistral4(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Mistral Small 4, whose queries grow with their position; experts are chosen by a softmax. Its factor of rotated
+    dimensions follows from theirs.
+    """
+    raw = {**_MISTRAL4, **raw}
+    rotated, plain_dim = integer(raw, "qk_rope_head_dim"), integer(raw, "qk_nope_head_dim")
+    if rotated_dim(raw, rotated + plain_dim, default=rotated / (rotated + plain_dim)) != rotated:
+        raise ConfigurationError("config.json: partial_rotary_factor does not fit qk_rope_head_dim")
+    stored = {**(rope_section(raw) or _MISTRAL4_ROPE), "partial_rotary_factor": 1.0}
+    raw = {**raw, "rope_parameters": stored, "rope_scaling": None, "partial_rotary_factor": None}
+    growth = number(stored, "llama_4_scaling_beta", default=0.0, may_be_zero=True)
+    rope = replace(default_rope(plain, raw, 10_000.0), query_growth=growth)
+    experts = replace(_experts(plain, raw), normalised=flag(raw, "norm_topk_prob", default=True), wide_router=False)
+    interleaved = flag(raw, "rope_interleave", default=True)
+    return replace(_latent(replace(plain, rope=rope), raw, interleaved=interleaved), experts=experts)
 
 
 def _with_sigmoid(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

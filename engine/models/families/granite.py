@@ -1,14 +1,14 @@
 """Granite 3 and its kin: factors of embeddings, scores, sublayers and logits.
 
-Granite SWA has windows, sinks and layers without rotary positions. HyperCLOVA X norms what attention and MLP compute.
+Granite Swash has windows, sinks and layers without rotary positions. HyperCLOVA X norms what attention and MLP compute.
 """
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, layer_windows, number, numbers
-from engine.models.model_config import ModelConfig, RopeConfig, sliding_window
+from checkpoint.config_json import RawConfig, flag, layer_windows, number
+from engine.models.families.layer_kinds import with_bases_of_layers
+from engine.models.model_config import ModelConfig, sliding_window
 from engine.models.tensor_names import TensorNames
-from mesh.domain.errors import ConfigurationError
 
 
 def granite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -26,38 +26,22 @@ def granite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def granite_swa(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Granite with sinks, windows in three of four layers, and bases of rotary positions by layer, 0 for none."""
-    types = raw.get("layer_types") or [
-        "sliding_attention" if n % 4 else "full_attention" for n in range(plain.num_layers)
-    ]
-    windows = layer_windows({"layer_types": types}, plain.num_layers, sliding_window(raw, 128))
-    thetas = numbers(raw, "layer_rope_theta", may_be_zero=True) or (plain.rope.theta,) * plain.num_layers
-    rope, window_rope = (
-        _rope_of(
-            plain, {theta for theta, window in zip(thetas, windows, strict=True) if (window is not None) == has_window}
-        )
-        for has_window in (False, True)
-    )
-    return replace(
+    """Granite Swash: sinks, and windows in most layers."""
+    config = replace(
         granite(plain, raw),
-        windows=windows,
-        rope=rope or window_rope or plain.rope,
-        window_rope=None if window_rope == rope else window_rope,
-        unrotated=tuple(layer for layer, theta in enumerate(thetas) if not theta),
+        windows=granite_windows(plain, raw),
         attention_sinks=True,
         tied=flag(raw, "tie_word_embeddings", default=True),
     )
+    return with_bases_of_layers(config, raw)
 
 
-def _rope_of(plain: ModelConfig, thetas: set[float]) -> RopeConfig | None:
-    """Rotary positions of layers with these bases, None if all of them do without. Raises ConfigurationError."""
-    bases = sorted(thetas - {0})
-    if len(bases) > 1:
-        raise ConfigurationError(
-            "config.json: layer_rope_theta may have one base for layers with a window, and one for those without, not "
-            f"{bases[0]:g} and {bases[1]:g}"
-        )
-    return replace(plain.rope, theta=bases[0]) if bases else None
+def granite_windows(plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
+    """Windows of Granite Swash, by default in three of four layers, from the second one on."""
+    window = sliding_window(raw, 128)
+    if raw.get("layer_types") is not None:
+        return layer_windows(raw, plain.num_layers, window)
+    return tuple(window if layer % 4 else None for layer in range(plain.num_layers))
 
 
 _HYPERCLOVAX = TensorNames(attn_out_norm="post_norm1", mlp_out_norm="post_norm2")

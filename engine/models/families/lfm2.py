@@ -58,7 +58,8 @@ _LFM3 = replace(
     q_norm="self_attn.q_norm",
     k_norm="self_attn.k_norm",
     o="self_attn.o_proj",
-    gate="self_attn.gate_proj",
+    attention_gate="self_attn.gate_proj",
+    gates_heads=True,
     attn_out_norm="post_operator_norm",
     mlp_out_norm="post_ffn_norm",
 )
@@ -78,7 +79,7 @@ def lfm3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     defaults = {"conv_L_cache": 7, "block_auto_adjust_ff_dim": False}
     return replace(
         lfm2(plain, {**defaults, **raw, "layer_types": list(kinds)}),
-        tensors=_LFM3,
+        tensors=_LFM3 if has_gate else replace(_LFM3, attention_gate=""),
         block="sandwich" if flag(raw, "use_sandwich_norm", default=True) else "sequential",
         rope=rope,
         window_rope=window_rope,

@@ -2,12 +2,25 @@
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, integers, number, refuse
+from checkpoint.config_json import (
+    RawConfig,
+    flag,
+    integer,
+    integers,
+    layer_windows,
+    number,
+    refuse,
+    rope_section,
+    section,
+    texts,
+)
 from engine.models.experts_config import ExpertsConfig
-from engine.models.families.granite import granite
+from engine.models.families.granite import granite, granite_windows
+from engine.models.families.layer_kinds import rope_and_window_rope, with_bases_of_layers
 from engine.models.families.llama import llama, qwen2, qwen3, qwen_windows
 from engine.models.model_config import ModelConfig, sliding_window
 from engine.models.tensor_names import TensorNames
+from mesh.domain.errors import ConfigurationError
 
 MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",
@@ -108,6 +121,18 @@ def sigmoid_experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:
     )
 
 
+def expert_layers(plain: ModelConfig, raw: RawConfig, num_dense: int) -> tuple[bool, ...]:
+    """The layers that `mlp_layer_types` calls sparse; without it all behind the first `num_dense`."""
+    if raw.get("mlp_layer_types") is None:
+        return tuple(layer >= num_dense for layer in range(plain.num_layers))
+    types = texts(raw, "mlp_layer_types")
+    if other := sorted(set(types) - {"dense", "sparse"}):
+        raise ConfigurationError(f"config.json: mlp_layer_types may name dense and sparse, not {other[0]!r:.100}")
+    if len(types) != plain.num_layers:
+        raise ConfigurationError(f"mlp_layer_types has {len(types)} entries for {plain.num_layers} layers")
+    return tuple(kind == "sparse" for kind in types)
+
+
 def softmax_experts(plain: ModelConfig, raw: RawConfig, *, normalised: bool) -> ExpertsConfig:
     """Experts in all layers, as wide as `intermediate_size` says."""
     return ExpertsConfig(
@@ -135,3 +160,43 @@ def granite_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     experts = softmax_experts(plain, raw, normalised=True)
     shared = integer(raw, "shared_intermediate_size", default=0, least=0)
     return replace(granite(plain, raw), tensors=_GRANITE, experts=replace(experts, shared_size=shared))
+
+
+_SWASH = replace(_GRANITE, router="block_sparse_moe.router")
+_SWASH = replace(
+    _SWASH, stacked_up="block_sparse_moe.experts.gate_up_proj", stacked_down="block_sparse_moe.experts.down_proj"
+)
+
+
+def granite_moe_swa(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Granite Swash with experts."""
+    windows = granite_windows(plain, raw)
+    config = replace(granite_moe(plain, raw), tensors=_SWASH, windows=windows, attention_sinks=True)
+    return with_bases_of_layers(config, raw)
+
+
+_MELLUM_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+
+def mellum(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Mellum 2: Qwen 3 MoE with other rotary positions in layers with a window."""
+    stored = rope_section(raw) or _MELLUM_ROPE
+    for kind in _MELLUM_ROPE:
+        if (part := number(section(stored, kind), "partial_rotary_factor", default=1.0)) != 1:
+            raise ConfigurationError(f"config.json: partial_rotary_factor {part:g} of {kind} is not supported, only 1")
+    rope, window_rope = rope_and_window_rope(plain, {**raw, "rope_parameters": stored}, 10_000.0)
+    windows = plain.windows
+    if raw.get("layer_types") is not None:
+        windows = layer_windows(raw, plain.num_layers, sliding_window(raw, 1024))
+    raw = {"norm_topk_prob": True, **raw, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    experts = replace(qwen_experts(plain, raw), layers=expert_layers(plain, raw, 0))
+    return replace(
+        qwen3(plain, {**raw, "use_sliding_window": False}),
+        rope=rope,
+        window_rope=window_rope,
+        windows=windows,
+        experts=experts if any(experts.layers) else None,
+    )

@@ -60,7 +60,9 @@ def check(left: list[int], model_dir: Path, *digests: str, **settings: object) -
         assert {1, 2} <= set(left)
 
 
-@pytest.mark.parametrize("family", [*test_row_shares._FAMILIES, "qwen3-moe", "nemotron-h", "lfm2"])
+@pytest.mark.parametrize(
+    "family", [*test_row_shares._FAMILIES, "qwen3-moe", "afmoe", "cohere2-moe", "nemotron-h", "lfm2"]
+)
 def test_families(checkpoint: Checkpoint, shares: list[int], left: list[int], family: str) -> None:
     check(left, checkpoint(family))
 

@@ -89,11 +89,11 @@ def test_families_of_the_eager_decoder(checkpoint: Checkpoint, tmp_path: Path, f
     check_adapters(model_dir, load_arm(model_dir, "cpu", adapters=adapters), adapters, 10 * TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["llama4", "gemma4-moe"])
+@pytest.mark.parametrize("family", ["llama4", "gemma4-moe", "afmoe", "cohere2-moe"])
 def test_attention_beside_experts(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
     """Also of an MLP beside experts. With adapters of experts the decoder is eager (test_ranked_adapters.py)."""
     model_dir = checkpoint(family)
-    adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine", targets=r"self_attn|mlp\."))
+    adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine", targets=r"self_attn|mlp\.(gate|up|down)_proj"))
     check_adapters(model_dir, load_arm(model_dir, "compiled", adapters=adapters), adapters, 10 * TOLERANCE)
 
 

@@ -22,7 +22,7 @@ from tests.component.ranks.ranked import ranked_runner
 Checkpoint = Callable[[str], Path]
 
 ONE_KV_HEAD = {"llama-multi-query", "gpt-bigcode", "falcon-7b", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"}
-ONE_KV_HEAD |= {"youtu", "minicpm3"}
+ONE_KV_HEAD |= {"youtu", "minicpm3", "mistral4"}
 DIVISIBLE = [family for family in (*FAMILIES, *OTHER_FAMILIES) if family not in ONE_KV_HEAD]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from decode_worker.settings import DecodeSettings
 from engine.loading.load_runner import draft_settings, draft_weights_bytes, load_model_runner, load_speculator
@@ -83,6 +84,23 @@ def test_drafts_are_those_of_the_layer_in_transformers(checkpoint: Checkpoint, f
     for sequence, token_ids, first, drafts in drafter.noted:
         assert first == sequence.num_prompt_tokens
         assert drafts == reference.drafts(token_ids, first, len(drafts))
+
+
+@pytest.mark.parametrize(("family", "stem"), [("exaone-moe", "mtp."), ("mellum", "mtp."), ("hy-v3", "model.layers.3.")])
+def test_layers_that_are_not_read(checkpoint: Checkpoint, tmp_path: Path, family: str, stem: str) -> None:
+    model_dir = Path(shutil.copytree(checkpoint(family), tmp_path / "copy"))
+    path = model_dir / "model.safetensors"
+    more = {f"{stem}{name}.weight": torch.ones(4) for name in ("layers.0.self_attn.q_proj", "norm")}
+    save_file(load_file(path) | more, path, {"format": "pt"})
+    with capture_logs() as logs:
+        runner = load_arm(model_dir, "compiled")
+    asked = requests()[:1]
+    assert answer(runner, None, asked)[0] == answer(load_arm(checkpoint(family), "compiled"), None, asked)[0]
+    assert not [line for line in logs if "does not use" in line["event"]]
+    [line] = [line for line in logs if "multi-token prediction" in line["event"]]
+    assert (line["tensors"], "not read" in line["event"]) == (2, True)
+    with pytest.raises(ConfigurationError, match="speculative=mtp does not fit"):
+        load_speculator(Speculation("mtp", 4), settings(model_dir), runner, load_model_runner, max_batch_tokens=64)
 
 
 @pytest.mark.parametrize(

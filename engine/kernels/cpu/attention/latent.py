@@ -98,12 +98,15 @@ def rotate_and_store_latents(
             for i in range(rotated):
                 queries.rows[first + i] = rows.queries[at + i]
             rotate(queries.rows[first : first + rotated], cos, sin)
+            if len(rotations.query_factors):
+                for i in range(rotated):
+                    queries.rows[first + i] *= rotations.query_factors[rope, rotations.rows[r]]
 
 
 @jit
-def project_queries(latent: Latent, layer: int, rows: LatentRows, attending: Attending, part: Part) -> None:
+def project_queries(latent: Latent, layer: int, rows: LatentRows, attending: Attending, rope: int, part: Part) -> None:
     """Project the other dimensions of all queries to the latent: one thread's part of the columns."""
-    shape, queries = attending.shape, attending.queries
+    shape, queries, rotations = attending.shape, attending.queries, attending.batch.rotations
     num_panels, num_rows = latent.rank // PANEL, len(attending.batch.slots)
     panels = address(latent.key_up) + layer * latent.key_up[0].nbytes
     num_units = shape.num_heads * num_panels
@@ -116,6 +119,10 @@ def project_queries(latent: Latent, layer: int, rows: LatentRows, attending: Att
         out = Matrix(address(queries.rows) + column * FLOAT_BYTES, queries.step * FLOAT_BYTES)
         b = Matrix(panels + unit * latent.key_up[0, 0, 0].nbytes, 0)
         call_panel_product(latent.multiply, (TileProduct(a, b, out), latent.plain, num_rows))
+        if len(rotations.query_factors):
+            for r in range(num_rows):
+                for i in range(r * queries.step + column, r * queries.step + column + PANEL):
+                    queries.rows[i] *= rotations.query_factors[rope, rotations.rows[r]]
 
 
 @jit

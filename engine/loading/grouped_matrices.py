@@ -46,13 +46,15 @@ def _in_mxfp4(matrices: Sequence[QuantizedMatrix]) -> LinearParameters:
 
 
 def _with_minima(matrices: Sequence[QuantizedMatrix], group: int) -> LinearParameters:
-    """Whole zeros of parts without minima become minima."""
+    """Zeros become minima. `group` divides the groups of the parts."""
     weights, all_scales, all_minima = [], [], []
     for matrix in matrices:
-        weight, scales, zeros = matrix.in_int4(group)
+        taken = matrix.with_minima()
+        assert taken.minima is not None
+        weight, scales, zeros = taken.in_int4(group)
         weights.append(weight)
         all_scales.append(scales)
-        all_minima.append(zeros * scales if matrix.minima is None else matrix.minima)
+        all_minima.append(zeros * scales + taken.minima.repeat_interleave(scales.shape[1] // taken.minima.shape[1], 1))
     return LinearParameters(torch.cat(weights), "int4", torch.cat(all_scales), minima=torch.cat(all_minima))
 
 

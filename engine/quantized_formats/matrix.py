@@ -100,6 +100,11 @@ class QuantizedMatrix:
             (zeros[:, stored] + offset).to(torch.uint8),
         )
 
+    def with_minima(self) -> "QuantizedMatrix":
+        """The matrix with minima in place of its zeros."""
+        taken = torch.zeros_like(self.scales) if self.minima is None else self.minima
+        return replace(self, zeros=None, minima=taken if self.zeros is None else self.zeros * self.scales + taken)
+
     def in_int8_groups(self) -> Tensor:
         """Values from 0 to 255 as `round_to_int8_groups` returns them, of signed integers without zeros."""
         return (self.values.to(torch.int16) + EIGHT_BITS_ZERO).to(torch.uint8)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from checkpoint.multimodal import names_in_programs
-from engine.kernels.cpu.machine import INT4_GROUPS
+from engine.kernels.cpu.machine import INT4_GROUPS, MINIMA_GROUP
 
 _Ternary = Literal["bitlinear", "autobitlinear", "bitnet-online"]
 _E2m1 = Literal["mxfp4", "mxfp4-packed", "mxfp4-plain", "nvfp4-packed", "nvfp4-plain"]
@@ -61,9 +61,10 @@ class MatrixStorage:
         """Inputs that share a scale in int4 of the compiled decoder, as our encoding "int4" has it: as many as here, or
         fewer. Integers of 2 and 3 bits are some of 4. None if the matrix is in another form.
         """
-        if self.num_bits > 4 or self.is_float or self.has_real_zeros or self.block_rows > 1:
+        if self.num_bits > 4 or self.is_float or self.block_rows > 1:
             return None
-        return max((group for group in INT4_GROUPS if self.block_inputs % group == 0), default=None)
+        groups = (MINIMA_GROUP,) if self.has_real_zeros else INT4_GROUPS
+        return max((group for group in groups if self.block_inputs % group == 0), default=None)
 
     @property
     def is_for_int4(self) -> bool:
@@ -77,7 +78,7 @@ class MatrixStorage:
     @property
     def has_minima(self) -> bool:
         """True if something that is no multiple of the scale is taken from the numbers of each group."""
-        return self.is_gguf and not self.is_symmetric
+        return self.has_real_zeros or (self.is_gguf and not self.is_symmetric)
 
     @property
     def fits_int8_groups(self) -> bool:

@@ -57,8 +57,8 @@ SUM_HEADS = 8
 _BLOCK_NUMBERS = 2**15
 _MAX_BLOCK_KEYS = 512
 
-INT4_GROUPS = (32, 64, 128)
-"""Inputs that may share a scale in int4."""
+INT4_GROUPS, MINIMA_GROUP = (32, 64, 128), 32
+"""Inputs that may share a scale in int4, and those that share a minimum."""
 FOUR_BITS, MXFP4, EIGHT_BITS, STEPS, NF4, WITH_MINIMA = range(6)
 """Kinds of numbers of matrices in a model in int4: integers of 4 bits, levels of MXFP4 or NF4, or integers of 8 bits;
 or, if all matrices have them, steps of int8; or integers of 4 bits whose groups have minima.

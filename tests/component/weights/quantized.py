@@ -235,22 +235,27 @@ def auto_round(weight: Tensor, group: int = GROUP) -> Stored:
     return parts, meaning(values, scales, zeros, group_of)
 
 
-def hqq(weight: Tensor) -> Stored:
+def hqq(weight: Tensor, group: int = GROUP) -> Stored:
     """Zeros are real numbers. The first half of all groups is in the high bits, the second in the low ones."""
-    group_of = in_order(weight.shape[1])
+    group_of = in_order(weight.shape[1], group)
     values, scales, zeros = rounded(weight, 4, group_of, symmetric=False)
     zeros = (zeros + 0.3125).half()
-    by_group = values.reshape(-1, GROUP).to(torch.uint8)
+    by_group = values.reshape(-1, group).to(torch.uint8)
     half = len(by_group) // 2
     parts = {
         "W_q": by_group[:half] << 4 | by_group[half:],
         "scale": scales.reshape(-1, 1),
         "zero": zeros.reshape(-1, 1),
     }
-    facts = {"nbits": 4, "group_size": GROUP, "axis": 1, "shape": list(weight.shape)}
+    facts = {"nbits": 4, "group_size": group, "axis": 1, "shape": list(weight.shape)}
     parts |= {name: torch.tensor(fact) for name, fact in facts.items()}
     parts |= {"packing": torch.tensor(list(b"4bit_u8")), "quant_zero": torch.tensor(0, dtype=torch.uint8)}
     return parts, meaning(values, scales, zeros.float(), group_of)
+
+
+def _of_hqq(group: int) -> dict[str, Any]:
+    facts = {"nbits": 4, "group_size": group, "axis": 1}
+    return {"quant_method": "hqq", "quant_config": {"weight_quant_params": facts}, "skip_modules": ["lm_head"]}
 
 
 def torchao(weight: Tensor, bits: int, group: int = GROUP) -> Stored:
@@ -331,14 +336,7 @@ FORMS: dict[str, Form] = {
         lambda weight: bitsandbytes_4bit(weight, "fp4", 128, storage=torch.bfloat16),
     ),
     "bnb-int8": Form(_BNB | {"load_in_4bit": False, "load_in_8bit": True}, bitsandbytes_8bit),
-    "hqq": Form(
-        {
-            "quant_method": "hqq",
-            "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": GROUP, "axis": 1}},
-            "skip_modules": ["lm_head"],
-        },
-        hqq,
-    ),
+    "hqq": Form(_of_hqq(GROUP), hqq),
     "torchao-8": Form(_intx(8, GROUP), lambda weight: torchao(weight, 8)),
     "nvfp4": Form(
         compressed("nvfp4-pack-quantized", _OF_E2M1 | {"strategy": "tensor_group", "group_size": 16}), fp4_packers.nvfp4
@@ -388,6 +386,7 @@ INT4_FORMS: dict[str, Form] = {
         _AUTO_ROUND | _OF_INT4 | {"packing_format": "auto_round:auto_gptq"},
         lambda weight: auto_round(weight, group=INT4_GROUP),
     ),
+    "hqq-32": Form(_of_hqq(INT4_GROUP), lambda weight: hqq(weight, INT4_GROUP)),
     "torchao-32": Form(_intx(4, INT4_GROUP), lambda weight: torchao(weight, 4, INT4_GROUP)),
 }
 """Forms that the compiled decoder multiplies as they are stored. It rounds matrices that are `kept` to 8 bits."""

@@ -56,7 +56,7 @@ def test_kv_is_of_bytes_and_of_another_model(quantized: Quantized) -> None:
     assert layout.model_fingerprint != exact.model_fingerprint
 
 
-@pytest.mark.parametrize("form", ["awq-32-mixed", "gptq-32-order", "auto-round-32", "gptq-3-bits"])
+@pytest.mark.parametrize("form", ["awq-32-mixed", "gptq-32-order", "auto-round-32", "gptq-3-bits", "hqq-32"])
 def test_ranks_and_partitions_equal_one_rank(quantized: Quantized, tmp_path: Path, form: str) -> None:
     model_dir, out = quantized(form), tmp_path / "out"
     alone = load_arm(model_dir, "compiled")

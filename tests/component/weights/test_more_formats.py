@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.tensors import open_checkpoint
+from engine.loading.grouped_matrices import _with_minima
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import resolve
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.quantized_formats.config import read_quantization
+from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantized_formats.modules import find_module
 from engine.quantized_formats.storage import MatrixStorage, Quantization
 from engine.quantized_formats.unread import METHODS
@@ -75,7 +77,8 @@ def dequantised(model_dir: Path, folder: Path) -> Path:
     [
         *((made, "int4") for made in ("auto-round", "auto-round-asymmetric", "auto-round-awq", "torchao-int4")),
         *((made, "int4") for made in ("gptq-v1-3-bits", "gptq-v2-2-bits")),
-        *((made, "none") for made in ("hqq-4-bits", "hqq-mixed", "torchao-int4-plain")),
+        *((made, "int4") for made in ("hqq-4-bits", "torchao-int4-plain")),
+        ("hqq-mixed", "none"),
         ("torchao-w8a8", "int8"),
     ],
 )
@@ -106,6 +109,18 @@ def test_kinds_of_torchao_stay_as_they_are(tmp_path: Path) -> None:
     twin = dequantised(model_dir, tmp_path / "twin")
     runs = [run_mixed(load_arm(folder, "compiled", dtype="float32")) for folder in (model_dir, twin)]
     assert logprob_differences(*runs)[1] < 1e-4
+
+
+def test_real_zeros_become_minima_of_smaller_groups() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 16, (16, 128), dtype=torch.uint8, generator=generator)
+    scales, zeros = torch.rand(16, 2, generator=generator), 15 * torch.rand(16, 2, generator=generator)
+    matrix = QuantizedMatrix(values, scales, zeros)
+    made = _with_minima([matrix], 32)
+    assert made.scales is not None
+    assert made.minima is not None
+    scales, minima = (numbers.repeat_interleave(32, 1) for numbers in (made.scales, made.minima))
+    torch.testing.assert_close(made.weight.float() * scales - minima, matrix.dequantized(), rtol=0.0, atol=1e-5)
 
 
 def test_partitions_and_plans_of_them(

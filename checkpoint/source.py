@@ -67,7 +67,7 @@ class ModelSource:
         """The last part of the name: the default name of the served model."""
         if self.is_remote:
             return self.name.rstrip("/").rpartition("/")[2]
-        return _resolved(home_expanded(self.name)).name
+        return _resolved(home_expanded(self.name)).name.removesuffix(".gguf")
 
     def locate(self, on_progress: Progress = lambda fraction: None) -> Path:
         """Return the folder with the files, downloaded if needed, which may take long. Raises ConfigurationError."""

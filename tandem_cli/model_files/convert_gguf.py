@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -31,11 +32,31 @@ _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def convert_gguf(path: Path, out: Path, tokenizer: Path | None, *, dequantizes: bool = False) -> int:
+    """`tandem convert`: see `write_folder`. Returns the exit status. Raises ConfigurationError."""
+    began_s = time.monotonic()
+    made = write_folder(path, out, tokenizer, dequantizes=dequantizes)
+    sys.stdout.write(
+        f"{out}: {made} in {time.monotonic() - began_s:.1f} s; serve it with: tandem up {quote(str(out))}\n"
+    )
+    return 0
+
+
+def converted_once(path: Path, cache: Path) -> Path:
+    """The folder in `cache` that a file becomes when it is first asked for. Raises ConfigurationError."""
+    parts = gguf_parts(path)
+    stats = [(str(part.resolve()), (found := part.stat()).st_size, found.st_mtime_ns) for part in parts]
+    folder = cache / "gguf" / f"{path.stem}-{blake2b(repr(stats).encode(), digest_size=8).hexdigest()}"
+    if not folder.exists():
+        sys.stderr.write(f"tandem: {path} becomes the folder {folder}, once\n")
+        write_folder(path, folder, None)
+    return folder
+
+
+def write_folder(path: Path, out: Path, tokenizer: Path | None, *, dequantizes: bool = False) -> str:
     """Write the model in `path` to the folder `out` as Hugging Face does. Matrices keep the blocks of the file, if they
     are of a type in GGUF_TYPES; others, or all if it `dequantizes`, are floats. The tokenizer is that of the checkpoint
-    folder `tokenizer`, or the one that the file describes. Returns the exit status. Raises ConfigurationError.
+    folder `tokenizer`, or the one that the file describes. Returns a summary. Raises ConfigurationError.
     """
-    began_s = time.monotonic()
     require_searchable(path.parent)
     files = WatchedFiles.of(gguf_parts(path))
     name_if_cut_off(gguf_parts(path))
@@ -66,12 +87,8 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None, *, dequantizes: 
         writer.finish()
         quantization = {"quantization_config": gguf_config(modules)} if modules else {}
         _write_json(unfinished / "config.json", config | quantization)
-    sys.stdout.write(
-        f"{out}: {len(writer.names)} tensors in {', '.join([*sorted(modules), model.dtype])}, "
-        f"{writer.num_bytes / 1e6:.0f} MB in "
-        f"{time.monotonic() - began_s:.1f} s; serve it with: tandem up {quote(str(out))}\n"
-    )
-    return 0
+    types = ", ".join([*sorted(modules), model.dtype])
+    return f"{len(writer.names)} tensors in {types}, {writer.num_bytes / 1e6:.0f} MB"
 
 
 def _keep_end_tokens(folder: Path, file: GgufFile, out: Path) -> None:

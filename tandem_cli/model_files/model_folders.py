@@ -5,7 +5,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from checkpoint.source import ModelSource, Progress
+from checkpoint.gguf.file import is_gguf
+from checkpoint.source import ModelSource, Progress, home_expanded
 from mesh.domain.errors import ConfigurationError
 
 BUNDLED_MODELS = Path(__file__).resolve().parents[2] / "demo_model"
@@ -13,10 +14,16 @@ BUNDLED = BUNDLED_MODELS / "tandem-small"
 
 
 def find_model(source: ModelSource, on_progress: Progress = lambda fraction: None) -> Path:
-    """The folder of a model: bundled, local or downloaded. Raises ConfigurationError if the model cannot be found."""
+    """The folder of a model: bundled, local, downloaded, or made once of a file in GGUF. Raises ConfigurationError if
+    the model cannot be found.
+    """
     names = sorted(config.parent.name for config in BUNDLED_MODELS.glob("*/config.json"))
     if source.name in names:
         return BUNDLED_MODELS / source.name
+    if not source.is_remote and is_gguf(path := home_expanded(source.name)) and not path.is_dir():
+        from tandem_cli.model_files.convert_gguf import converted_once  # which takes seconds to import
+
+        return converted_once(path, home_expanded(source.cache_dir))
     try:
         return source.locate(on_progress)
     except ConfigurationError as error:

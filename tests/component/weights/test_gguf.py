@@ -33,6 +33,7 @@ from mesh.domain.errors import ConfigurationError
 from tandem_cli.main import main
 from tandem_cli.model_files.convert_folder import convert_folder
 from tandem_cli.model_files.convert_gguf import convert_gguf
+from tandem_cli.model_files.model_folders import find_model
 from tests.component.arms import settings
 from tests.component.checkpoints import (
     FAMILIES,
@@ -167,6 +168,22 @@ def test_layers_of_multi_token_prediction_are_kept(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert any("eh_proj" in name for name in found)
+
+
+def test_commands_convert_a_file_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_dir, cache = write_model(llama_like("llama"), tmp_path / "model"), tmp_path / "cache"
+    path = write_gguf(model_dir, tmp_path / "small.gguf")
+    source = ModelSource(str(path), cache_dir=str(cache))
+    assert source.short_name == "small"
+    folder = find_model(source)
+    assert load_config(folder) == load_config(model_dir)
+    assert str(folder) in capsys.readouterr().err
+    assert find_model(source) == folder
+    assert not capsys.readouterr().err
+    write_gguf(model_dir, path, "Q8_0")
+    assert find_model(source) != folder
+    with pytest.raises(ConfigurationError, match="there is no file"):
+        find_model(ModelSource(str(tmp_path / "other.gguf"), cache_dir=str(cache)))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import re
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx2
@@ -117,10 +119,23 @@ async def set_max_tokens(page: Page, number: str) -> None:
     await page.keyboard.press("Escape")
 
 
+@asynccontextmanager
+async def answers_token_by_token(page: Page) -> AsyncIterator[None]:
+    """A slow network: on a busy machine a whole answer may come in one piece."""
+    network = await page.context.new_cdp_session(page)
+    conditions = {"offline": False, "latency": 0, "uploadThroughput": -1}
+    await network.send("Network.enable")
+    await network.send("Network.emulateNetworkConditions", conditions | {"downloadThroughput": 4000})
+    yield
+    await network.send("Network.emulateNetworkConditions", conditions | {"downloadThroughput": -1})
+    await network.detach()
+
+
 async def check_stopping(page: Page) -> None:
     """The stop button ends the answer at once; the model has more to say."""
     await page.evaluate(STOP_SOON)
-    text = await ask(page, QUESTION)
+    async with answers_token_by_token(page):
+        text = await ask(page, QUESTION)
     await expect(last_answer(page).locator(".facts summary")).to_contain_text("stopped by you")
     assert 0 < len(text) < 60
     await expect(page.get_by_role("button", name="Send")).to_be_visible()
@@ -200,7 +215,8 @@ async def check_comparing(page: Page) -> None:
     await page.get_by_role("button", name="New chat").click()
     await page.get_by_role("button", name="Compare").click()
     await page.get_by_label("Second temperature").fill("1.5")
-    await ask(page, "What is 27 + 45?")
+    async with answers_token_by_token(page):
+        await ask(page, "What is 27 + 45?")
     pair = page.locator(".pair .answer")
     await expect(pair).to_have_count(2)
     for index in range(2):

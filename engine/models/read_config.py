@@ -204,7 +204,7 @@ FAMILIES: Mapping[str, Family] = {
     "ApertusForCausalLM": Family("Apertus", apertus),
     "HeliumForCausalLM": Family("Helium", helium),
     "Jais2ForCausalLM": Family("Jais 2", jais2),
-    "NanoChatForCausalLM": Family("nanochat", nanochat, {"final_logit_softcapping": 15.0}),
+    "NanoChatForCausalLM": Family("nanochat", nanochat),
     "Glm4MoeForCausalLM": Family("GLM-4.5 to 4.7", glm4_moe, {"rms_norm_eps": 1e-5}),
     "BailingMoeForCausalLM": Family("Ling-lite, Ling-plus", bailing_moe),
     "BailingMoeV2ForCausalLM": Family("Ling 2.0, Ring 2.0", bailing_moe),

@@ -211,6 +211,8 @@ def test_layers_of_newer_families(read: Any) -> None:
     hunyuan = read("HunYuanDenseV1ForCausalLM", **SIZES, max_position_embeddings=64, rope_scaling=scaling)
     assert (hunyuan.rope.kind, hunyuan.rope.alpha, hunyuan.max_model_len) == ("default", 1000.0, 64)
     assert hunyuan.shareable_prefixes
+    caps = [read("NanoChatForCausalLM", **SIZES, **said).logit_softcap for said in ({}, {"final_logit_softcapping": None})]
+    assert caps == [15.0, None]
 
 
 def test_layers_of_newer_mixtures_unless_stated(read: Any) -> None:
@@ -222,6 +224,8 @@ def test_layers_of_newer_mixtures_unless_stated(read: Any) -> None:
     assert trinity.experts.layers == (False, False, False, True)
     whole = read("AfmoeForCausalLM", **SIZES, **_MARKED, sliding_window=None)
     assert (whole.windows, whole.unrotated) == ((None,) * 4, (3,))
+    hunyuan = read("HYV3ForCausalLM", **SIZES, **_MARKED, num_shared_experts=0)
+    assert hunyuan.experts.shared_size == SIZES["intermediate_size"]
     kolibri = read("Kolibri1ForCausalLM", **SIZES | {"num_hidden_layers": 6}, **_MARKED)
     assert (kolibri.windows, kolibri.unrotated) == ((513, 513, 513, 513, None, 513), (4,))
     command = read("Cohere2MoeForCausalLM", **SIZES, first_k_dense_replace=2, sliding_window=7)

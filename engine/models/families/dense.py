@@ -185,7 +185,7 @@ def nanochat(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         gated=False,
         qkv_bias=bias,
         o_bias=bias,
-        logit_softcap=optional_number(raw, "final_logit_softcapping"),
+        logit_softcap=optional_number({"final_logit_softcapping": 15.0, **raw}, "final_logit_softcapping"),
     )
 
 

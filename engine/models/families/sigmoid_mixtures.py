@@ -61,7 +61,11 @@ def hunyuan3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         qk_norm=True,
         qkv_bias=bias,
         o_bias=bias,
-        experts=replace(experts, routed_scale=number(raw, "router_scaling_factor", default=2.826)),
+        experts=replace(
+            experts,
+            shared_size=experts.shared_size or plain.intermediate_size,  # as transformers reads 0
+            routed_scale=number(raw, "router_scaling_factor", default=2.826),
+        ),
     )
 
 

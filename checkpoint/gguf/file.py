@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,14 @@ class GgufFile:
     def read_blocks(self, name: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
         """A quantised tensor's bytes, [..., outputs, bytes of a row]. Raises ConfigurationError."""
         return self._with_numbers(name).data
+
+    @contextmanager
+    def naming_bad_metadata(self) -> Iterator[None]:
+        """Raise ConfigurationError for metadata of a wrong type or value, which raises whatever comes."""
+        try:
+            yield
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"{self.path}: its metadata has a wrong type or value: {error!r}") from error
 
     def _with_numbers(self, name: str) -> "ReaderTensor":
         tensor = self.tensors[name]

@@ -41,8 +41,8 @@ class Metadata:
         """Of layers with attention; files of models with others may say 0 for these."""
         stated = self.get("attention.head_count_kv")
         heads = sorted({*stated} - {0}) if isinstance(stated, list) else [stated or self.count("attention.head_count")]
-        if len(heads) != 1:
-            raise self.error(f"layers that differ in their KV heads ({heads}) are not read")
+        if len(heads) != 1 or int(heads[0]) < 1:
+            raise self.error(f"KV heads {stated!r:.100} are not read: all layers with attention must have as many")
         return int(heads[0])
 
     def error(self, reason: str) -> ConfigurationError:
@@ -108,6 +108,8 @@ def exaone4(metadata: Metadata, config: Config) -> dict[str, Any]:
 
 def lfm2(metadata: Metadata, config: Config) -> dict[str, Any]:
     kv_heads = metadata.get("attention.head_count_kv")
+    if not isinstance(kv_heads, list):
+        raise metadata.error("attention.head_count_kv must say for each layer of LFM2 whether it has attention")
     return {
         "layer_types": ["full_attention" if heads else "conv" for heads in kv_heads],
         "conv_L_cache": metadata.count("shortconv.l_cache"),

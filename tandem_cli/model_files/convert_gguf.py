@@ -61,14 +61,16 @@ def write_folder(path: Path, out: Path, tokenizer: Path | None, *, dequantizes: 
     files = WatchedFiles.of(gguf_parts(path))
     name_if_cut_off(gguf_parts(path))
     file = open_gguf(path)
-    model = GgufModel(file)
-    config = model.config()
+    with file.naming_bad_metadata():
+        model = GgufModel(file)
+        config = model.config()
     dtype = getattr(torch, model.dtype)
     wide = () if dequantizes or not model.is_quantized else ("F32",)  # norms, and routers of experts
     with new_folder(out) as unfinished, files.watching():
         if tokenizer is None:
-            write_tokenizer(file, unfinished)
-            _write_json(unfinished / "generation_config.json", generation_config(file))
+            with file.naming_bad_metadata():
+                write_tokenizer(file, unfinished)
+                _write_json(unfinished / "generation_config.json", generation_config(file))
         else:
             require_searchable(tokenizer)
             tokenizer_source(tokenizer)  # which raises if there is none

@@ -376,6 +376,36 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
         convert_gguf(path, tmp_path / "out", None)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("llama.block_count", "three", "metadata has a wrong type or value: ValueError"),
+        ("llama.attention.key_length", [16], "metadata has a wrong type or value: TypeError"),
+        ("llama.attention.head_count", [], "metadata has a wrong type or value: IndexError"),
+        ("llama.attention.head_count_kv", -1, "KV heads -1 are not read"),
+        ("llama.attention.head_count_kv", [2, 4, 4], r"KV heads \[2, 4, 4\] are not read: all layers with attention"),
+        ("tokenizer.ggml.tokens", 3, "metadata has a wrong type or value: TypeError"),
+        ("tokenizer.ggml.eos_token_id", [257], "metadata has a wrong type or value: TypeError"),
+    ],
+)
+def test_metadata_of_a_wrong_type_is_named(
+    key: str, value: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
+    file = open_gguf(path)
+    damaged = GgufFile(path, {**file.metadata, key: value}, file.tensors)
+    monkeypatch.setattr("tandem_cli.model_files.convert_gguf.open_gguf", lambda _: damaged)
+    with pytest.raises(ConfigurationError, match=f"{path}: .*{words}"):
+        convert_gguf(path, tmp_path / "out", None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_of_lfm2_must_say_which_have_attention(tmp_path: Path) -> None:
+    metadata = Metadata(GgufFile(tmp_path, {"general.architecture": "lfm2", "lfm2.attention.head_count_kv": 2}, {}))
+    with pytest.raises(ConfigurationError, match="must say for each layer of LFM2 whether it has attention"):
+        ARCHITECTURES["lfm2"].facts(metadata, {})
+
+
 def test_a_count_of_nothing_is_named(tmp_path: Path) -> None:
     path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
     content, key = path.read_bytes(), b"llama.attention.head_count"

@@ -28,6 +28,8 @@ from engine.quantizer.shards import ShardWriter
 
 _OF_ITS_WEIGHTS = ("quantize_config.json", "hf_quant_config.json", MANIFEST)
 """Files that describe the weights beside a tokenizer, which are not those of the file in GGUF."""
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types that floats keep beside blocks: norms and routers of experts, and matrices that no blocks fit."""
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -65,7 +67,7 @@ def write_folder(path: Path, out: Path, tokenizer: Path | None, *, dequantizes: 
         model = GgufModel(file)
         config = model.config()
     dtype = getattr(torch, model.dtype)
-    wide = () if dequantizes or not model.is_quantized else ("F32",)  # norms, and routers of experts
+    own = {} if dequantizes or not model.is_quantized else _FLOATS
     with new_folder(out) as unfinished, files.watching():
         if tokenizer is None:
             with file.naming_bad_metadata():
@@ -85,7 +87,7 @@ def write_folder(path: Path, out: Path, tokenizer: Path | None, *, dequantizes: 
                 modules.setdefault(kind, []).append(name.removesuffix(".weight"))
                 writer.add(name, torch.tensor(numbers))
             else:
-                writer.add(name, torch.tensor(numbers, dtype=torch.float32 if kind in wide else dtype))
+                writer.add(name, torch.tensor(numbers, dtype=own.get(kind, dtype)))
         writer.finish()
         quantization = {"quantization_config": gguf_config(modules)} if modules else {}
         _write_json(unfinished / "config.json", config | quantization)

@@ -13,7 +13,7 @@ import torch
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
-from checkpoint.gguf.file import open_gguf
+from checkpoint.gguf.file import GgufFile, open_gguf
 from checkpoint.gguf.models import GgufModel
 from checkpoint.partition_manifest import read_partition
 from engine.loading.memory_needs import weights_bytes
@@ -127,6 +127,26 @@ def test_folders_keep_the_numbers_of_the_file(family: str, kind: str, convert: C
     matrices = {name for name, tensor in stored.items() if tensor.ndim > 1}
     assert {name for name, tensor in stored.items() if tensor.dtype == torch.uint8} == matrices
     assert json.loads((out / "config.json").read_text())["quantization_config"]["types"].keys() == {kind}
+
+
+def test_floats_beside_blocks_keep_their_types(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files may have the embedding in F16, and matrices that no blocks fit."""
+    convert("Q8_0")
+    path, halves = tmp_path / "model.gguf", write_gguf(tmp_path / "model", tmp_path / "halves.gguf", "F16")
+    file, other = open_gguf(path), open_gguf(halves)
+    mixed = {**file.tensors, "token_embd.weight": other.tensors["token_embd.weight"]}
+    monkeypatch.setattr(
+        "tandem_cli.model_files.convert_gguf.open_gguf", lambda _: GgufFile(path, file.metadata, mixed)
+    )
+    assert main(["convert", str(path), str(tmp_path / "mixed")]) == 0
+    found = load_file(tmp_path / "mixed" / "model.safetensors")
+    assert found["model.embed_tokens.weight"].dtype == torch.float16
+    assert np.array_equal(found["model.embed_tokens.weight"].numpy(), other.tensors["token_embd.weight"].data)
+    assert found["lm_head.weight"].dtype == torch.uint8
+    assert found["model.norm.weight"].dtype == torch.float32
+    run_mixed(load_arm(tmp_path / "mixed", "compiled"))
 
 
 def test_a_file_of_llama_cpp_keeps_its_four_types(tmp_path: Path) -> None:

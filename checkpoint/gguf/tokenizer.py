@@ -120,7 +120,11 @@ def _byte_level(file: GgufFile) -> Tokenizer:
         )
     vocab = {token: id_ for id_, token in enumerate(file.require("tokenizer.ggml.tokens"))}
     merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", ())]
-    tokenizer = byte_level_tokenizer(BPE(vocab, merges, ignore_merges=words in _WHOLE_WORDS_FIRST), _WORDS[words])
+    try:
+        model = BPE(vocab, merges, ignore_merges=words in _WHOLE_WORDS_FIRST)
+    except Exception as error:  # as the library raises it for merges of what is no token
+        raise ConfigurationError(f"{file.path}: its merges do not fit its tokens: {error}") from error
+    tokenizer = byte_level_tokenizer(model, _WORDS[words])
     if words in _NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     if words in _SINGLE_DIGITS:

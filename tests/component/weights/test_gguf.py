@@ -385,6 +385,7 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
         ("llama.attention.head_count_kv", -1, "KV heads -1 are not read"),
         ("llama.attention.head_count_kv", [2, 4, 4], r"KV heads \[2, 4, 4\] are not read: all layers with attention"),
         ("tokenizer.ggml.tokens", 3, "metadata has a wrong type or value: TypeError"),
+        ("tokenizer.ggml.merges", ["a b"], "its merges do not fit its tokens: .*`ab` out of vocabulary"),
         ("tokenizer.ggml.eos_token_id", [257], "metadata has a wrong type or value: TypeError"),
     ],
 )

@@ -211,6 +211,12 @@ def test_layers_of_newer_families(read: Any) -> None:
     hunyuan = read("HunYuanDenseV1ForCausalLM", **SIZES, max_position_embeddings=64, rope_scaling=scaling)
     assert (hunyuan.rope.kind, hunyuan.rope.alpha, hunyuan.max_model_len) == ("default", 1000.0, 64)
     assert hunyuan.shareable_prefixes
+    kinds = {"layer_types": ["conv", "sliding_attention", "full_attention", "conv"]}
+    silent = {kind: {"rope_type": "default"} for kind in ("full_attention", "sliding_attention")}
+    lfm3 = read("Lfm3ForCausalLM", **SIZES, **kinds, rope_parameters=silent)
+    assert (lfm3.rope.theta, lfm3.window_rope) == (1e6, None)
+    lfm3 = read("Lfm3ForCausalLM", **SIZES, **kinds, rope_theta=5e4)
+    assert (lfm3.rope.theta, lfm3.window_rope.theta) == (1e6, 1e4)
     caps = [read("NanoChatForCausalLM", **SIZES, **said).logit_softcap for said in ({}, {"final_logit_softcapping": None})]
     assert caps == [15.0, None]
 

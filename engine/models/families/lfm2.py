@@ -27,7 +27,7 @@ _LFM2 = TensorNames(
 _THETA = 1_000_000.0
 _LFM3_KINDS = ("sliding_attention", "conv", "full_attention", "conv")
 _LFM3_ROPE = {
-    "sliding_attention": {"rope_type": "default"},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "rope_theta": _THETA, "partial_rotary_factor": 0.5},
 }
 
@@ -75,7 +75,7 @@ def lfm3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         refuse(raw, attention_bias=True)  # the gates would have none
     bias = flag(raw, "attention_bias", default=False)
     stated = raw if rope_section(raw) else {**raw, "rope_parameters": _LFM3_ROPE}
-    rope, window_rope = rope_and_window_rope(plain, stated, 10_000.0)
+    rope, window_rope = rope_and_window_rope(plain, stated, _THETA)
     defaults = {"conv_L_cache": 7, "block_auto_adjust_ff_dim": False}
     return replace(
         lfm2(plain, {**defaults, **raw, "layer_types": list(kinds)}),

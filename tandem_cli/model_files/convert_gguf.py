@@ -80,19 +80,20 @@ def write_folder(path: Path, out: Path, tokenizer: Path | None, *, dequantizes: 
             copy_other_files(tokenizer, unfinished, but=_OF_ITS_WEIGHTS)
             _keep_end_tokens(tokenizer, file, unfinished)
         load_tokenizer(unfinished)
-        writer, modules = ShardWriter(unfinished), dict[str, list[str]]()
+        writer, modules, dtypes = ShardWriter(unfinished), dict[str, list[str]](), set[torch.dtype]()
         for name, kind, numbers in model.tensors(() if dequantizes else GGUF_TYPES):
             files.require_unchanged()
             if numbers.dtype == np.uint8:
                 modules.setdefault(kind, []).append(name.removesuffix(".weight"))
                 writer.add(name, torch.tensor(numbers))
             else:
-                writer.add(name, torch.tensor(numbers, dtype=own.get(kind, dtype)))
+                writer.add(name, floats := torch.tensor(numbers, dtype=own.get(kind, dtype)))
+                dtypes.add(floats.dtype)
         writer.finish()
         quantization = {"quantization_config": gguf_config(modules)} if modules else {}
         _write_json(unfinished / "config.json", config | quantization)
-    types = ", ".join([*sorted(modules), model.dtype])
-    return f"{len(writer.names)} tensors in {types}, {writer.num_bytes / 1e6:.0f} MB"
+    types = [*sorted(modules), *sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)]
+    return f"{len(writer.names)} tensors in {', '.join(types)}, {writer.num_bytes / 1e6:.0f} MB"
 
 
 def _keep_end_tokens(folder: Path, file: GgufFile, out: Path) -> None:
@@ -104,7 +105,8 @@ def _keep_end_tokens(folder: Path, file: GgufFile, out: Path) -> None:
         return
     stated = read_config(folder) if (folder / "config.json").exists() else {}
     ids = {key: stated[key] for key in _SPECIAL_IDS if stated.get(key) is not None}
-    _write_json(path, generation_config(file) | ids)
+    with file.naming_bad_metadata():
+        _write_json(path, generation_config(file) | ids)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

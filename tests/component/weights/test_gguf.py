@@ -398,6 +398,10 @@ def test_metadata_of_a_wrong_type_is_named(
     monkeypatch.setattr("tandem_cli.model_files.convert_gguf.open_gguf", lambda _: damaged)
     with pytest.raises(ConfigurationError, match=f"{path}: .*{words}"):
         convert_gguf(path, tmp_path / "out", None)
+    if key.endswith("eos_token_id"):  # beside a tokenizer that names no end of an answer
+        (tmp_path / "model" / "generation_config.json").unlink()
+        with pytest.raises(ConfigurationError, match=f"{path}: .*{words}"):
+            convert_gguf(path, tmp_path / "out", tmp_path / "model")
     assert not (tmp_path / "out").exists()
 
 

@@ -130,7 +130,7 @@ def test_folders_keep_the_numbers_of_the_file(family: str, kind: str, convert: C
 
 
 def test_floats_beside_blocks_keep_their_types(
-    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Files may have the embedding in F16, and matrices that no blocks fit."""
     convert("Q8_0")
@@ -141,6 +141,7 @@ def test_floats_beside_blocks_keep_their_types(
         "tandem_cli.model_files.convert_gguf.open_gguf", lambda _: GgufFile(path, file.metadata, mixed)
     )
     assert main(["convert", str(path), str(tmp_path / "mixed")]) == 0
+    assert "tensors in Q8_0, float16, float32, " in capsys.readouterr().out
     found = load_file(tmp_path / "mixed" / "model.safetensors")
     assert found["model.embed_tokens.weight"].dtype == torch.float16
     assert np.array_equal(found["model.embed_tokens.weight"].numpy(), other.tensors["token_embd.weight"].data)

@@ -301,6 +301,8 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("Dots1ForCausalLM", _EXPERTS | {"n_routed_experts": 10**9}, "1000000000 experts are more than 4096"),
         ("HYV3ForCausalLM", _MARKED | {"mlp_bias": True}, "mlp_bias True"),
         ("AfmoeForCausalLM", _MARKED | {"attention_bias": True}, "attention_bias True"),
+        ("AfmoeForCausalLM", _MARKED | {"route_norm": False}, "route_norm False"),
+        ("AfmoeForCausalLM", _MARKED | {"score_func": "softmax"}, "score_func 'softmax'"),
         (
             "MellumForCausalLM",
             {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},

@@ -2,9 +2,8 @@
 
 SmolLM 3 has layers without rotary positions. Seed-OSS has biases. ERNIE 4.5 and Helium rotate neighbours together.
 HunYuan norms queries and keys after their rotation. Ministral 3 scales queries by their position. Arcee, Nemotron and
-Apertus have plain MLPs with other activations. Jais 2
-and Orion have layer norms; nanochat has norms without weights. MiniCPM has factors as Granite. EXAONE 3 has names of
-its own.
+Apertus have plain MLPs with other activations. Jais 2 and Orion have layer norms, nanochat norms without weights.
+MiniCPM has factors as Granite. EXAONE 3 has names of its own.
 """
 
 from dataclasses import replace

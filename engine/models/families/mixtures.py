@@ -162,9 +162,11 @@ def granite_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(granite(plain, raw), tensors=_GRANITE, experts=replace(experts, shared_size=shared))
 
 
-_SWASH = replace(_GRANITE, router="block_sparse_moe.router")
 _SWASH = replace(
-    _SWASH, stacked_up="block_sparse_moe.experts.gate_up_proj", stacked_down="block_sparse_moe.experts.down_proj"
+    _GRANITE,
+    router="block_sparse_moe.router",
+    stacked_up="block_sparse_moe.experts.gate_up_proj",
+    stacked_down="block_sparse_moe.experts.down_proj",
 )
 
 

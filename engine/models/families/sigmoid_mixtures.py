@@ -82,7 +82,7 @@ _AFMOE = TensorNames(
 
 def afmoe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Arcee's Trinity Nano, Mini and Large."""
-    refuse(raw, attention_bias=True)
+    refuse(raw, attention_bias=True, route_norm=False, score_func="softmax")  # the last two of Arcee's own code
     every = integer(raw, "global_attn_every_n_layers", default=4)
     experts = _experts(plain, raw, integer(raw, "num_dense_layers", default=1, least=0), 2)
     experts = replace(experts, routed_scale=number(raw, "route_scale", default=1.0), wide_router=False)

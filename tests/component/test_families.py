@@ -217,7 +217,9 @@ def test_layers_of_newer_families(read: Any) -> None:
     assert (lfm3.rope.theta, lfm3.window_rope) == (1e6, None)
     lfm3 = read("Lfm3ForCausalLM", **SIZES, **kinds, rope_theta=5e4)
     assert (lfm3.rope.theta, lfm3.window_rope.theta) == (1e6, 1e4)
-    caps = [read("NanoChatForCausalLM", **SIZES, **said).logit_softcap for said in ({}, {"final_logit_softcapping": None})]
+    caps = [
+        read("NanoChatForCausalLM", **SIZES, **said).logit_softcap for said in ({}, {"final_logit_softcapping": None})
+    ]
     assert caps == [15.0, None]
 
 

@@ -137,9 +137,7 @@ def test_floats_beside_blocks_keep_their_types(
     path, halves = tmp_path / "model.gguf", write_gguf(tmp_path / "model", tmp_path / "halves.gguf", "F16")
     file, other = open_gguf(path), open_gguf(halves)
     mixed = {**file.tensors, "token_embd.weight": other.tensors["token_embd.weight"]}
-    monkeypatch.setattr(
-        "tandem_cli.model_files.convert_gguf.open_gguf", lambda _: GgufFile(path, file.metadata, mixed)
-    )
+    monkeypatch.setattr("tandem_cli.model_files.convert_gguf.open_gguf", lambda _: GgufFile(path, file.metadata, mixed))
     assert main(["convert", str(path), str(tmp_path / "mixed")]) == 0
     assert "tensors in Q8_0, float16, float32, " in capsys.readouterr().out
     found = load_file(tmp_path / "mixed" / "model.safetensors")

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, one_token
 from engine.attention.cpu import kernel_batch
-from engine.kernels.cpu.arguments import Batch, Floats, Int64s, Range, Weights
+from engine.kernels.cpu.arguments import NUMBERS, Batch, Floats, Int64s, Range, Weights
 from engine.kernels.cpu.compilation.stored import Stored
 from engine.kernels.cpu.layer_kernels import LAYER_KERNELS, needed_by
 from engine.kernels.cpu.machine import AMX_DEPTH, has_amx, knows_amx, multiplies_bf16
 from engine.kernels.cpu.products.matmul import product_code
+from engine.kernels.cpu.products.nibbles import KINDS_IN_GROUPS
 from engine.kernels.cpu.products.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.recurrent.recurrent_arguments import StateSteps
 from engine.kernels.cpu.step import output_rows, run_layers
@@ -263,9 +264,13 @@ class CompiledDecoder:
 
 
 def _all_kernels(weights: Weights) -> list[int]:
-    """The numbers of all kernels. Products of checkpoints in 4 bits, which no dummy weights are, are compiled now."""
-    if weights.packed.dtype == np.int64:
-        product_code(weights._replace(packed=np.empty(0, np.uint8)))
+    """The numbers of all kernels. Products of all kinds of checkpoints in 4 bits, which no dummy weights are, are
+    compiled now.
+    """
+    if weights.packed.dtype in (np.int64, np.uint8):
+        matrices = np.zeros((len(KINDS_IN_GROUPS), weights.matrices.shape[1]), np.int64)
+        matrices[:, NUMBERS] = KINDS_IN_GROUPS
+        product_code(weights._replace(packed=np.empty(0, np.uint8), matrices=matrices))
     return list(LAYER_KERNELS)
 
 

@@ -248,9 +248,9 @@ class LayerKV(NamedTuple):
 
 
 class ProductCode(NamedTuple):
-    """The code of products for a type of weights: addresses of pieces (pieces.py), and bytes of a number."""
+    """The code of products for weights of a type: addresses of pieces (pieces.py), and bytes of a number."""
 
-    multiply: Address  # of matmul.multiply
+    multiply: Int64s  # addresses of matmul.multiply for each kind of numbers (FOUR_BITS, ...); 0: no matrix has it
     put: Address  # of operand_rows.put_values
     weight_bytes: int
     operand_bytes: int

@@ -59,7 +59,8 @@ _MAX_BLOCK_KEYS = 512
 
 INT4_GROUPS, MINIMA_GROUP = (32, 64, 128), 32
 """Inputs that may share a scale in int4, and those that share a minimum."""
-FOUR_BITS, MXFP4, EIGHT_BITS, STEPS, NF4, WITH_MINIMA = range(6)
+NUM_KINDS = 6
+FOUR_BITS, MXFP4, EIGHT_BITS, STEPS, NF4, WITH_MINIMA = range(NUM_KINDS)
 """Kinds of numbers of matrices in a model in int4: integers of 4 bits, levels of MXFP4 or NF4, or integers of 8 bits;
 or, if all matrices have them, steps of int8; or integers of 4 bits whose groups have minima.
 """

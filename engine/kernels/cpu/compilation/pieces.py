@@ -67,12 +67,13 @@ class Piece:
         self._code = addressed(function)
         self._addresses: dict[Any, Address] = {}
 
-    def address_for(self, kind: DTypeLike) -> Address:
+    def address_for(self, kind: DTypeLike | NumbaType) -> Address:
         """The address of the code for numbers of this type."""
-        if (dtype := np.dtype(kind)) not in self._addresses:
-            kinds = (types.TypeRef(_from_dtype(dtype)), *self.arguments)
-            self._addresses[dtype] = address_of(self._code, kinds, self.result)
-        return self._addresses[dtype]
+        number = kind if isinstance(kind, types.Type) else _from_dtype(np.dtype(kind))
+        if number not in self._addresses:
+            kinds = (types.TypeRef(number), *self.arguments)
+            self._addresses[number] = address_of(self._code, kinds, self.result)
+        return self._addresses[number]
 
 
 def _declared(hint: Any) -> NumbaType:

@@ -12,6 +12,7 @@ from numba import types
 
 from engine.kernels.cpu.arguments import (
     DEPTH,
+    NUMBERS,
     Address,
     Element,
     Floats,
@@ -31,6 +32,7 @@ from engine.kernels.cpu.machine import (
     FLOAT_BYTES,
     IN_BF16,
     IN_FP32,
+    NUM_KINDS,
     PANEL,
     SLOT_BYTES,
     STEPS,
@@ -48,7 +50,7 @@ from engine.kernels.cpu.products.amx import (
     release_amx,
 )
 from engine.kernels.cpu.products.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
-from engine.kernels.cpu.products.nibbles import bytes_per_input, panel_bytes, scales_bytes
+from engine.kernels.cpu.products.nibbles import Numbers, bytes_per_input, panel_bytes, scales_bytes
 from engine.kernels.cpu.products.operand_rows import put_values
 from engine.kernels.cpu.products.packing import operand_dtypes
 from engine.kernels.cpu.products.row_tiles import multiply_rows
@@ -131,7 +133,8 @@ def product(operand: Operand, weights: Weights, matrix: int, target: Target, par
     rows, columns = _rows(operand, weights, matrix, target), _columns(operand, weights, matrix)
     num_units = (columns.num_columns + UNIT - 1) // UNIT
     units = Range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts)
-    _multiply(operand.code.multiply, (rows, columns, target.mode, units, len(operand.amx) > 0))
+    multiply_at = operand.code.multiply[weights.matrices[matrix, NUMBERS]]
+    _multiply(multiply_at, (rows, columns, target.mode, units, len(operand.amx) > 0))
 
 
 @Piece
@@ -148,10 +151,12 @@ _multiply = caller(multiply)
 
 
 def product_code(weights: Weights) -> ProductCode:
-    """The code of products with weights of this type, which is compiled or read from disk."""
+    """The code of products with matrices of these kinds, which is compiled or read from disk."""
     packed, (operand, _) = weights.packed.dtype, operand_dtypes(weights)
-    addresses = multiply.address_for(packed), put_values.address_for(operand)
-    return ProductCode(*addresses, packed.itemsize, np.dtype(operand).itemsize)
+    multiply_at = np.zeros(NUM_KINDS, np.int64)
+    for numbers in np.flatnonzero(np.bincount(weights.matrices[:, NUMBERS])).tolist():
+        multiply_at[numbers] = multiply.address_for(Numbers(numbers) if packed == np.uint8 else packed)
+    return ProductCode(multiply_at, put_values.address_for(operand), packed.itemsize, np.dtype(operand).itemsize)
 
 
 @jit
@@ -316,7 +321,7 @@ def _multiply_unit(
     while row < rows.num_rows:
         matrices = TileProduct(Matrix(rows.a + row * rows.a_step, rows.a_step), b, sums)
         left = Range(row, rows.num_rows)
-        count = multiply_rows(matrices, columns.group, columns.numbers, left, ahead, element)
+        count = multiply_rows(matrices, columns.group, left, ahead, element)
         num_rows = min(count, rows.num_rows - row)
         _finish(_tile(rows, columns, rows.sums, row, num_rows, unit, mode), mode, element)
         row += count

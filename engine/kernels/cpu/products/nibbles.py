@@ -29,11 +29,12 @@ so that results depend neither on the tile nor on the CPU.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llvmlite import ir
+from numba import extending, types
+from numba.core.datamodel import models
 
 from engine.kernels.cpu.compilation.emitter import FLOAT, INT32, INT64, Emitter, Value
 from engine.kernels.cpu.machine import (
@@ -57,6 +58,10 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.products.nibble_vectors import Vectors
 
+_Type: Any = types.Type  # numba does not annotate them
+_extending: Any = extending
+_OpaqueModel: Any = models.OpaqueModel
+KINDS_IN_GROUPS = FOUR_BITS, MXFP4, EIGHT_BITS, NF4, WITH_MINIMA
 _STEP = 32
 """Inputs of a pass of the innermost loop. Without VNNI their products are added up in 16 bits, which cannot overflow:
 2 * 15 * 127 * (_STEP / 4) < 2^15. Of levels of MXFP4 half as many are added up: 2 * 24 * 127 * (_STEP / 8) < 2^15.
@@ -70,6 +75,17 @@ NF4_LEVELS = (1, 40, 61, 78, 92, 105, 116, 128, 138, 148, 159, 171, 184, 199, 22
 _NF4_ZERO_BITS = 7
 _NF4_HALVES = tuple(level & 15 for level in NF4_LEVELS), tuple(level >> 4 for level in NF4_LEVELS)
 """The low bits of the levels, and the high ones."""
+
+
+class Numbers(_Type):
+    """The type of weights of int4 of one kind, such as FOUR_BITS: products have code for one kind each."""
+
+    def __init__(self, numbers: int) -> None:
+        self.numbers = numbers
+        super().__init__(f"Numbers.{numbers}")
+
+
+_extending.register_model(Numbers)(_OpaqueModel)
 
 
 def bytes_per_input(numbers: int) -> int:
@@ -89,13 +105,13 @@ def panel_bytes(num_groups: int, group_bytes: int, group_scales_bytes: int) -> i
 
 
 def write_nibble_tile(
-    emit: Emitter, product: Value, a_step: Value, groups: tuple[Value, Value], size: tuple[int, int], ahead: Value
+    emit: Emitter, product: Value, a_step: Value, group: Value, size: tuple[int, int], ahead: Value, numbers: int
 ) -> None:
     """Write code that computes out[rows, panels * 16] = a @ b of a TileProduct, with fp32 sums, for a size of (rows,
-    panels). Meanwhile the weights that lie `ahead` bytes further are prefetched. `groups`: inputs that share a scale,
-    and what the numbers are.
+    panels). Meanwhile the weights that lie `ahead` bytes further are prefetched. `group`: inputs that share a scale;
+    `numbers`: what the numbers are.
     """
-    builder, (group, numbers) = emit.builder, groups
+    builder = emit.builder
     num_groups = builder.udiv(a_step, builder.add(group, INT64(BLOCK_HEAD_BYTES)))
     tile = _Tile(emit, product, num_groups, group, ahead)
     per_panel = LANES // tile.vectors.lanes
@@ -103,23 +119,19 @@ def write_nibble_tile(
         (some_rows, [_Column(*divmod(number, per_panel)) for number in some_columns])
         for some_rows, some_columns in _parts_in_registers(size[0], size[1] * per_panel)
     ]
-    is_single = builder.icmp_signed("==", group, INT64(_STEP))
-    kinds = [
-        (builder.icmp_signed("==", numbers, INT64(EIGHT_BITS)), EIGHT_BITS, False),
-        (builder.icmp_signed("==", numbers, INT64(MXFP4)), MXFP4, True),
-        (builder.icmp_signed("==", numbers, INT64(NF4)), NF4, False),
-        (builder.icmp_signed("==", numbers, INT64(WITH_MINIMA)), WITH_MINIMA, True),
-        (is_single, FOUR_BITS, True),
-    ]
-    with ExitStack() as stack:
-        for is_kind, kind, is_one_step in kinds:
-            then, otherwise = stack.enter_context(builder.if_else(is_kind))
-            with then:
-                for some_rows, some_columns in parts:
-                    tile.multiply(some_rows, some_columns, kind, is_one_step=is_one_step)
-            stack.enter_context(otherwise)
+
+    def multiply(*, is_one_step: bool) -> None:
         for some_rows, some_columns in parts:
-            tile.multiply(some_rows, some_columns, FOUR_BITS, is_one_step=False)
+            tile.multiply(some_rows, some_columns, numbers, is_one_step=is_one_step)
+
+    if numbers != FOUR_BITS:
+        multiply(is_one_step=numbers in (MXFP4, WITH_MINIMA))
+        return
+    with builder.if_else(builder.icmp_signed("==", group, INT64(_STEP))) as (is_single, has_several):
+        with is_single:
+            multiply(is_one_step=True)
+        with has_several:
+            multiply(is_one_step=False)
 
 
 def _parts_in_registers(num_rows: int, num_vectors: int) -> list[tuple[range, range]]:

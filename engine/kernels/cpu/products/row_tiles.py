@@ -31,7 +31,7 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
     outruns_memory,
 )
-from engine.kernels.cpu.products.nibbles import write_nibble_tile
+from engine.kernels.cpu.products.nibbles import Numbers, write_nibble_tile
 from engine.kernels.cpu.products.steps import HEAD_BYTES, PASSES, Steps, read_steps, unpacked
 from engine.kernels.cpu.products.tiles import TilePart, add_passes, write_tile
 
@@ -60,7 +60,7 @@ def _sizes(element: NumbaType) -> tuple[int, ...]:
     """
     if not knows_avx512():
         return tuple(range(1, _MOST_ROWS + 1))
-    if element in (types.uint8, types.int64) and knows_vnni():  # unpacking leaves no time for eight rows
+    if (element == types.int64 or isinstance(element, Numbers)) and knows_vnni():  # unpacking leaves no time for eight rows
         return (4, 8, 10, 12)
     return (8, 10, 12) if _has_instruction(element) else (1, 2, 4, 8, 10, 12)
 
@@ -70,7 +70,6 @@ def multiply_rows(
     typing: TypingContext,
     matrices: NumbaType,
     group: NumbaType,
-    numbers: NumbaType,
     rows: NumbaType,
     ahead: NumbaType,
     element: NumbaType,
@@ -79,20 +78,19 @@ def multiply_rows(
     Returns the number of rows, which may be more than there are.
 
     Meanwhile the first tile, or the first two, prefetch the weights `ahead` bytes further, unless that is 0. `group`:
-    inputs that share a scale in int4 and fp8; `numbers`: what the numbers of int4 are, see nibbles.py. `element`: any
-    element of the weights.
+    inputs that share a scale in int4 and fp8. `element`: any element of the weights.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit, (product, group, numbers, rows, distance, _) = Emitter(context, builder), args
+        emit, (product, group, rows, distance, _) = Emitter(context, builder), args
         (_, a_step), (_, panel_bytes) = (emit.matrix(matrix) for matrix in emit.members(product, 2))
         first, end = emit.members(rows, 2)
         place = _Place(first, end, distance, panel_bytes)
         ahead = _ahead(builder, place, _MOST_IN_TURN.get(element, 0) if knows_avx512() else 0)
 
         def write(size: int) -> None:
-            if element == types.uint8:
-                write_nibble_tile(emit, product, a_step, (group, numbers), (size, _PANELS), ahead[0])
+            if isinstance(element, Numbers):
+                write_nibble_tile(emit, product, a_step, group, (size, _PANELS), ahead[0], element.numbers)
                 return
             depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
             if element == types.int64:
@@ -111,7 +109,7 @@ def multiply_rows(
 
         return _write_tiles(emit, _num_rows(builder, place, element), _sizes(element), write)
 
-    return types.intp(matrices, types.intp, types.intp, rows, types.intp, element), generate
+    return types.intp(matrices, types.intp, rows, types.intp, element), generate
 
 
 def _add_stepped(

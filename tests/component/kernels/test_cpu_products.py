@@ -43,7 +43,14 @@ from engine.kernels.cpu.machine import (
 from engine.kernels.cpu.products import matmul
 from engine.kernels.cpu.products.finish import ADD, GATE, STORE
 from engine.kernels.cpu.products.matmul import Target, product_code
-from engine.kernels.cpu.products.nibbles import E2M1_LEVELS, E2M1_ZERO, NF4_LEVELS, NF4_ZERO
+from engine.kernels.cpu.products.nibbles import (
+    E2M1_LEVELS,
+    E2M1_ZERO,
+    KINDS_IN_GROUPS,
+    NF4_LEVELS,
+    NF4_ZERO,
+    Numbers,
+)
 from engine.kernels.cpu.products.packing import MatrixShape, Packer, operand_dtypes, unit_runs, wide_size
 from engine.kernels.cpu.products.tiles import TileProduct, multiply_tile
 from engine.kernels.cpu.rows import Norm
@@ -360,6 +367,19 @@ def test_scales_of_fp16_are_kept(scale: float) -> None:
         out = np.empty((1, 16), np.float32)
         product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
         assert np.array_equal(out[0], 127 * scales[:, group].numpy())
+
+
+def test_code_for_one_kind_of_numbers_contains_no_other() -> None:
+    """As the 16 levels of NF4, or their halves, are a part of the code that looks them up."""
+    levels = bytes(NF4_LEVELS) if knows_vnni() else bytes(level >> 4 for level in NF4_LEVELS)
+    compiled: Any = matmul.multiply
+    with_levels = set()
+    for numbers in KINDS_IN_GROUPS:
+        compiled.address_for(Numbers(numbers))
+        signature = (numba.types.TypeRef(Numbers(numbers)), *compiled.arguments)
+        if levels in compiled._code._cache.path(signature).read_bytes():
+            with_levels.add(numbers)
+    assert with_levels == {NF4}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -3,13 +3,16 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.partition_manifest import read_partition
-from engine.kernels.cpu.machine import knows_vnni
+from engine.kernels.cpu.machine import EIGHT_BITS, FOUR_BITS, MXFP4, NF4, knows_vnni
+from engine.kernels.cpu.products.matmul import multiply
+from engine.kernels.cpu.products.nibbles import Numbers
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import resolve
 from engine.loading.weights import WeightsTarget, load_weights
@@ -47,6 +50,24 @@ def test_checkpoints_are_computed_as_stored(quantized: Quantized, form: str) -> 
     mean, largest = logprob_differences(run_mixed(runner), run_mixed(load_arm(twin_of(model_dir), "cpu")))
     assert 0 < mean < 0.03
     assert largest < 0.3
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("awq-32", {FOUR_BITS}),
+        ("awq-32-mixed", {FOUR_BITS, EIGHT_BITS}),
+        ("bnb-nf4", {NF4}),
+        ("mxfp4", {MXFP4}),
+    ],
+)
+def test_products_are_compiled_for_the_numbers_of_the_model(
+    quantized: Quantized, form: str, expected: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: dict[Any, int] = {}
+    monkeypatch.setattr(multiply, "_addresses", used)
+    load_arm(quantized(form), "compiled", quantize="int4")
+    assert {kind.numbers for kind in used if isinstance(kind, Numbers)} == expected
 
 
 def test_kv_is_of_bytes_and_of_another_model(quantized: Quantized) -> None:

@@ -62,6 +62,7 @@ _Type: Any = types.Type  # numba does not annotate them
 _extending: Any = extending
 _OpaqueModel: Any = models.OpaqueModel
 KINDS_IN_GROUPS = FOUR_BITS, MXFP4, EIGHT_BITS, NF4, WITH_MINIMA
+"""The kinds of numbers whose products are written here."""
 _STEP = 32
 """Inputs of a pass of the innermost loop. Without VNNI their products are added up in 16 bits, which cannot overflow:
 2 * 15 * 127 * (_STEP / 4) < 2^15. Of levels of MXFP4 half as many are added up: 2 * 24 * 127 * (_STEP / 8) < 2^15.
@@ -78,7 +79,9 @@ _NF4_HALVES = tuple(level & 15 for level in NF4_LEVELS), tuple(level >> 4 for le
 
 
 class Numbers(_Type):
-    """The type of weights of int4 of one kind, such as FOUR_BITS: products have code for one kind each."""
+    """The type of a matrix's numbers for compiled code: a product contains the code of one kind. A model compiles those
+    of its matrices.
+    """
 
     def __init__(self, numbers: int) -> None:
         self.numbers = numbers

@@ -192,7 +192,8 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     scratch = buffers.attention(heads, len(batch.slots), has_prompt=has_prompt, bf16=True)
     kv = elements(cache)
     attending = Attending(flat, heads, batch, scratch, buffers.splits(heads, num_split), attention.cache_code(kv.dtype))
-    amx = Operand(nothing, np.empty(0, np.float32), nothing, amx_shapes(), ProductCode(np.zeros(NUM_KINDS, np.int64), 0, 0, 0))
+    code = ProductCode(np.zeros(NUM_KINDS, np.int64), 0, 0, 0)
+    amx = Operand(nothing, np.empty(0, np.float32), nothing, amx_shapes(), code)
     begin_products(amx)
     place = LayerPlace(layer=0, number=0, group=0, is_own=True)
     for part in range(3):

@@ -60,7 +60,8 @@ def _sizes(element: NumbaType) -> tuple[int, ...]:
     """
     if not knows_avx512():
         return tuple(range(1, _MOST_ROWS + 1))
-    if (element == types.int64 or isinstance(element, Numbers)) and knows_vnni():  # unpacking leaves no time for eight rows
+    is_unpacked = element == types.int64 or isinstance(element, Numbers)
+    if is_unpacked and knows_vnni():  # unpacking leaves no time for eight rows
         return (4, 8, 10, 12)
     return (8, 10, 12) if _has_instruction(element) else (1, 2, 4, 8, 10, 12)
 

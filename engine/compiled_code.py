@@ -95,7 +95,7 @@ class CompiledCode:
 
 
 def code_key(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> str:
-    """The key of the code that a model needs. `settings` are resolved."""
+    """The key of the code that a model needs, but for its kinds of numbers in int4. `settings` are resolved."""
     if settings.device != "cpu":
         return settings.device.partition(":")[0]
     decoder = "encoder-decoder" if isinstance(config, EncoderDecoderConfig) else _decoder(settings, config, layout)

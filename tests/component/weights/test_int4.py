@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.partition_manifest import read_partition
 from engine.kernels.cpu.machine import EIGHT_BITS, FOUR_BITS, MXFP4, NF4, knows_vnni
 from engine.kernels.cpu.products.matmul import multiply
-from engine.kernels.cpu.products.nibbles import Numbers
+from engine.kernels.cpu.products.nibbles import KINDS_IN_GROUPS, Numbers
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import resolve
 from engine.loading.weights import WeightsTarget, load_weights
@@ -68,6 +68,16 @@ def test_products_are_compiled_for_the_numbers_of_the_model(
     monkeypatch.setattr(multiply, "_addresses", used)
     load_arm(quantized(form), "compiled", quantize="int4")
     assert {kind.numbers for kind in used if isinstance(kind, Numbers)} == expected
+
+
+def test_products_of_all_kinds_of_numbers_are_compiled_ahead(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `tandem compile --all`, whose dummy weights have one kind or none."""
+    used: dict[Any, int] = {}
+    monkeypatch.setattr(multiply, "_addresses", used)
+    load_arm(checkpoint("llama-biases"), "compiled", quantize="int4", compile_all=True)
+    assert {kind.numbers for kind in used if isinstance(kind, Numbers)} == set(KINDS_IN_GROUPS)
 
 
 def test_kv_is_of_bytes_and_of_another_model(quantized: Quantized) -> None:

@@ -19,6 +19,7 @@ from engine.quantized_formats.matrix import (
     count_groups,
     groups_of_blocks,
     read_groups,
+    require_no_zeros,
     scale_shapes,
     unpack,
 )
@@ -78,6 +79,7 @@ def plain_parts(storage: MatrixStorage, shape: Shape) -> Parts:
 
 def read_plain(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> QuantizedMatrix:
     scales, zeros = by_output(tensors["weight_scale"], storage, shape), tensors.get("weight_zero_point")
+    require_no_zeros(zeros, storage)
     in_blocks = groups_of_blocks(storage, shape)
     groups = read_groups(tensors.get("weight_g_idx"), scales.shape[1]) if in_blocks is None else in_blocks
     return QuantizedMatrix(

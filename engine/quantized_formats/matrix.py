@@ -216,6 +216,15 @@ def by_output(numbers: Tensor, storage: MatrixStorage, shape: Shape) -> Tensor:
     return numbers.float().reshape(rows, columns).repeat_interleave(storage.block_rows or shape[0], 0)[: shape[0]]
 
 
+def require_no_zeros(zeros: Tensor | None, storage: MatrixStorage) -> None:
+    """Raise ConfigurationError for zeros of a symmetric matrix, whose numbers may be multiplied as they are stored."""
+    if storage.is_symmetric and zeros is not None and bool(zeros.float().any()):
+        raise ConfigurationError(
+            "its zero points are not all 0, and config.json says that it is symmetric: one of them is from another "
+            "checkpoint"
+        )
+
+
 def groups_of_blocks(storage: MatrixStorage, shape: Shape) -> Tensor | None:
     """The group of each input of a matrix in blocks, the last of which may be narrower; None for other matrices."""
     is_in_blocks = storage.block_rows > 1 and storage.block_inputs

@@ -20,6 +20,7 @@ from engine.quantized_formats.matrix import (
     by_output,
     count_groups,
     groups_of_blocks,
+    require_no_zeros,
     scale_shapes,
 )
 from engine.quantized_formats.storage import MatrixStorage
@@ -61,11 +62,7 @@ def read(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> QuantizedMat
         scales, added = (tensors[part].t().float() for part in (_SCALES, _ZEROS))
         return QuantizedMatrix(values, scales, minima=-added)
     zeros = None if storage.is_symmetric else by_output(tensors[_ZEROS], storage, shape)
-    if storage.is_symmetric and _ZEROS in tensors and bool(tensors[_ZEROS].any()):
-        raise ConfigurationError(
-            "its zero points are not all 0, and config.json says that it is symmetric: one of them is from another "
-            "checkpoint"
-        )
+    require_no_zeros(tensors.get(_ZEROS), storage)
     if not storage.is_float:
         _require_bits(storage, tensors[MATRIX])
     scales = by_output(tensors[_SCALES], storage, shape)

@@ -304,6 +304,14 @@ def both(first: Callable[[Tensors], object], second: Callable[[Tensors], object]
         ("gptq-8-order", drop("g_idx"), r"without .*down_proj\.g_idx, which is missing"),
         ("gptq-8-order", replaced("g_idx", lambda index: index + 9), r"down_proj: its index names groups 9 to 14"),
         ("w8a8", drop("weight_scale"), r"without .*weight_scale or .*weight_scale_inv, which is missing"),
+        *(
+            (
+                form,
+                put("weight_zero_point", lambda tensors, dtype=dtype: torch.ones(64, 1).to(dtype)),
+                "down_proj: its zero points are not all 0, and config.json says that it is symmetric",
+            )
+            for form, dtype in (("w8a8", torch.int8), ("fp8-channels", torch.float8_e4m3fn))
+        ),
         ("w8a8", both(drop("weight_scale"), replaced("weight", torch.Tensor.float)), None),
         *(
             (form, replaced("weight", torch.Tensor.bfloat16), rf"down_proj\.weight has dtype BF16, and .*\.{scales} is")

@@ -30,7 +30,7 @@ def compressed_tensors(raw: RawConfig) -> Quantization:
             continue
         source = facts if facts.get("format") else raw
         if source.get("format") == "mixed-precision":
-            raise ConfigurationError(f"format mixed-precision needs a format in {group} of config_groups")
+            raise ConfigurationError(f"format mixed-precision needs a format in {group:.100} of config_groups")
         formats.add(name := require(source, "format", *_COMPRESSED_FORMATS))
         storage = replace(_weights(member(facts, "weights"), name), int8_rows=_has_int8_inputs(facts))
         groups.append(ModuleGroup(target_names(facts.get("targets")), storage))

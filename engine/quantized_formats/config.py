@@ -33,7 +33,7 @@ def read_quantization(model_dir: Path) -> Quantization | None:
         raise ConfigurationError(f"{path}: quant_method {method} is not supported: {UNREAD[method]}")
     if not isinstance(method, str) or method not in _METHODS:
         raise ConfigurationError(
-            f"{path}: quant_method {method!r} is not supported; supported: {', '.join(_METHODS)}: serve a checkpoint "
+            f"{path}: quant_method {method!r:.100} is not supported; supported: {', '.join(_METHODS)}: serve a checkpoint "
             "in one of these, or the original one"
         )
     try:
@@ -41,7 +41,7 @@ def read_quantization(model_dir: Path) -> Quantization | None:
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {method}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
-        raise ConfigurationError(f"{path}: the description of the quantisation is broken: {error!r}") from error
+        raise ConfigurationError(f"{path}: the description of the quantisation is broken: {error!r:.200}") from error
 
 
 def _read_own_file(model_dir: Path) -> tuple[Path, RawConfig]:

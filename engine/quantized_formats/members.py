@@ -15,7 +15,7 @@ def require(raw: RawConfig, name: str, *accepted: object, default: object = None
     value = value.lower() if isinstance(value, str) else value
     if not any(value == each and type(value) is type(each) for each in accepted):  # 4.0 and True are no sizes
         listed = ", ".join(map(str, accepted))
-        raise ConfigurationError(f"{name} {value!r} is not supported; supported: {listed}")
+        raise ConfigurationError(f"{name} {value!r:.100} is not supported; supported: {listed}")
     return value
 
 
@@ -29,7 +29,7 @@ def flag(raw: RawConfig, name: str, *, default: bool) -> bool:
 def member(raw: RawConfig, name: str) -> RawConfig:
     value = raw.get(name)
     if not isinstance(value, dict):
-        raise ConfigurationError(f"{name} must be an object, got {value!r:.100}")
+        raise ConfigurationError(f"{name:.100} must be an object, got {value!r:.100}")
     return value
 
 
@@ -37,7 +37,7 @@ def group_size(raw: RawConfig) -> int:
     """Inputs that share a scale; 0: all of them."""
     size = raw.get("group_size")
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < -1 or size == 0):
-        raise ConfigurationError(f"group_size must be > 0, or -1 for one group, got {size!r}")
+        raise ConfigurationError(f"group_size must be > 0, or -1 for one group, got {size!r:.100}")
     return size if size and size > 0 else 0
 
 

@@ -494,6 +494,23 @@ def test_descriptions_that_do_not_fit_are_refused(
         load_model_runner(settings(model_dir))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "x" * 100_000},
+        changed("gptq", bits="x" * 100_000),
+        changed("gptq", group_size="x" * 100_000),
+        changed("gptq", dynamic={"x" * 100_000: {"bits": "x" * 100_000}}),
+        {"quant_method": "gguf", "types": {"x" * 100_000: []}},
+    ],
+)
+def test_refusals_stay_short(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(ConfigurationError) as refusal:
+        read_quantization(tmp_path)
+    assert len(str(refusal.value)) < 1000
+
+
 @pytest.mark.parametrize("layout", [{}, {"version": None}, {"format": "gemm"}, {"version": "GEMM", "format": "gemv"}])
 def test_awq_names_its_layout_as_transformers_reads_it(tmp_path: Path, layout: dict[str, Any]) -> None:
     facts = {name: value for name, value in FORMS["awq"].config.items() if name != "version"} | layout

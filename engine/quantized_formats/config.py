@@ -33,8 +33,8 @@ def read_quantization(model_dir: Path) -> Quantization | None:
         raise ConfigurationError(f"{path}: quant_method {method} is not supported: {UNREAD[method]}")
     if not isinstance(method, str) or method not in _METHODS:
         raise ConfigurationError(
-            f"{path}: quant_method {method!r:.100} is not supported; supported: {', '.join(_METHODS)}: serve a checkpoint "
-            "in one of these, or the original one"
+            f"{path}: quant_method {method!r:.100} is not supported; supported: {', '.join(_METHODS)}: serve a "
+            "checkpoint in one of these, or the original one"
         )
     try:
         return _METHODS[method](raw)

@@ -49,7 +49,8 @@ def gguf(raw: RawConfig) -> Quantization:
     types, groups = member(raw, "types"), []
     if unknown := [name for name in types if name not in GGUF_TYPES]:
         raise ConfigurationError(
-            f"type {unknown[0]!r:.100} is not supported; supported: {', '.join(GGUF_TYPES)}: convert the GGUF file again"
+            f"type {unknown[0]!r:.100} is not supported; supported: {', '.join(GGUF_TYPES)}: convert the GGUF file "
+            "again"
         )
     for name, facts in GGUF_TYPES.items():
         if name in types:

@@ -112,7 +112,7 @@ def find_modules(
     config.json promises quantised modules and the checkpoint has none.
     """
     modules: dict[str, QuantizedModule] = {}
-    promised: list[str] = []
+    promised: str | None = None
     for spec, source in ((each, source) for each in specs for source in each.sources):
         if source.member is not None and len(source.shape) == 3:
             count, num_inputs, num_outputs = source.shape
@@ -120,9 +120,9 @@ def find_modules(
             found = (find_stacked(name, count, (num_outputs, num_inputs), stored, quantization) for name in names)
         elif len(source.shape) == 2 and source.name.endswith(".weight"):
             as_stored = stored_name(source.name, stored)
-            module_name = as_stored.removesuffix(".weight")
-            if as_stored in stored and quantization is not None and quantization.storage_of(module_name) is not None:
-                promised.append(as_stored)
+            if promised is None and as_stored in stored and quantization is not None:
+                is_promised = quantization.storage_of(as_stored.removesuffix(".weight")) is not None
+                promised = as_stored if is_promised else None
             rows, columns = source.shape[::-1] if source.transposed else source.shape
             names = possible_names(source.name.removesuffix(".weight"))
             found = (find_module(name, (rows, columns), stored, quantization) for name in names)
@@ -136,9 +136,9 @@ def find_modules(
             has_scaled_bias = module.storage.format == "autobitlinear" and f"{module.name}.bias" in stored
             _require_linear(spec, source, has_scaled_bias=has_scaled_bias)
         modules[source.name] = module
-    if promised and not modules and not stores_quantized(stored):
+    if promised is not None and not modules and not stores_quantized(stored):
         raise ConfigurationError(
-            f"{stored[promised[0]].path.parent}: no matrix is quantised, though config.json says so ({quantization}): "
+            f"{stored[promised].path.parent}: no matrix is quantised, though config.json says so ({quantization}): "
             "remove its quantization_config to serve the weights as they are, or take the quantised files"
         )
     return modules

@@ -63,8 +63,10 @@ def target_names(targets: object, name: str = "targets") -> tuple[str, ...]:
 
 
 def wildcard_names(names: object, name: str) -> tuple[str, ...]:
-    """Names of modules, of which some have wildcards as those of a shell."""
-    return tuple(
-        f"re:{translate(target)}" if any(sign in target for sign in "*?[") else target
-        for target in target_names(names, name)
-    )
+    """Names of modules, of which some have wildcards as those of a shell: these become one pattern, which is searched
+    faster than thousands.
+    """
+    targets = target_names(names, name)
+    patterns = [translate(target) for target in targets if any(sign in target for sign in "*?[")]
+    plain = tuple(target for target in targets if not any(sign in target for sign in "*?["))
+    return (*plain, f"re:{'|'.join(patterns)}") if patterns else plain

@@ -127,12 +127,14 @@ def find_module(
     if f"{name}.weight" not in stored or not _is_float(stored[f"{name}.weight"]):
         _require_read(name, stored)
     matrices = [f"{name}.{matrix}" for matrix in _MATRICES if f"{name}.{matrix}" in stored]
+    if not matrices:
+        return None
     storage = None if quantization is None else quantization.storage_of(name)
     is_float = matrices == [f"{name}.weight"] and _is_float(stored[matrices[0]]) and not is_packed(name, stored)
     if is_float and quantization is not None and not _stores_floats(name, storage, stored):
         _require_no_scales(name, stored)
         return None
-    if not matrices or (quantization is None and is_float):
+    if quantization is None and is_float:
         return None
     where = f"{stored[matrices[0]].path}: tensor {matrices[0]}"
     if len(matrices) > 1:

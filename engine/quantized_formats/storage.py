@@ -1,9 +1,9 @@
 """How the matrices of a checkpoint are stored. Needs no torch."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from checkpoint.multimodal import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS, MINIMA_GROUP
@@ -96,6 +96,10 @@ class ModuleGroup:
     storage: MatrixStorage | None
 
 
+_Found = tuple[str, MatrixStorage | None]
+"""A target, and the storage of the modules that it describes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """`method` is quant_method of config.json, with the format if the method has several."""
@@ -103,29 +107,26 @@ class Quantization:
     method: str
     groups: tuple[ModuleGroup, ...]
     ignored: tuple[str, ...] = ()
-    _by_name: Mapping[str, MatrixStorage | None] = field(init=False, repr=False, compare=False)
-    """Of targets that are names: mixtures may list thousands."""
+    _ignored: "_Targets" = field(init=False, repr=False, compare=False)
+    _targets: "_Targets" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        targets = ((target, group.storage) for group in reversed(self.groups) for target in group.targets)
-        by_name = {target: storage for target, storage in targets if not _is_pattern(target)}
-        object.__setattr__(self, "_by_name", by_name)
+        ignored = _Targets.of([(target, None) for target in self.ignored])
+        targets = _Targets.of([(target, group.storage) for group in self.groups for target in group.targets])
+        object.__setattr__(self, "_ignored", ignored)
+        object.__setattr__(self, "_targets", targets)
 
     def storage_of(self, module: str) -> MatrixStorage | None:
         """The storage of the matrix of a module, by its name in the file; None if it is not quantised. Names go before
         patterns, these before kinds of modules. The name of all experts of a layer stands for each, as in files of
         modelopt.
         """
-        if any(_rank(target, module) for target in self.ignored):
+        if self._ignored.find((module,)) is not None:
             return None
-        names = names_in_programs(module)
-        experts = (f"{name.partition('.experts.')[0]}.experts" for name in names if ".experts." in name)
-        if (found := next((name for name in (*names, *experts) if name in self._by_name), None)) is not None:
-            return self._by_name[found]
-        targets = [(target, group.storage) for group in self.groups for target in group.targets if _is_pattern(target)]
-        ranked = [(max(_rank(target, name) for name in names), storage) for target, storage in targets]
-        best = max(ranked, key=lambda pair: pair[0], default=(0, None))
-        return best[1] if best[0] else None
+        names = tuple(dict.fromkeys(names_in_programs(module)))
+        experts = tuple(f"{name.partition('.experts.')[0]}.experts" for name in names if ".experts." in name)
+        found = self._targets.find(names, experts)
+        return None if found is None else found[1]
 
     @property
     def is_w8a8(self) -> bool:
@@ -152,13 +153,37 @@ class Quantization:
         return f"{self.method}, {' and '.join(map(str, bits))} bits"
 
 
-def _is_pattern(target: str) -> bool:
-    """Whether a target may describe more than one module."""
-    return target == "Linear" or target.startswith("re:")
+class _Targets(NamedTuple):
+    """Targets of compressed-tensors with what they describe, ready to be looked up: mixtures have tens of thousands of
+    modules, and descriptions thousands of targets. The first of two targets alike counts.
+    """
 
+    by_name: Mapping[str, _Found]
+    patterns: tuple[tuple[re.Pattern[str], _Found], ...]
+    of_all: _Found | None
 
-def _rank(target: str, module: str) -> int:
-    """How closely a target of compressed-tensors describes a module; 0: not at all."""
-    if target.startswith("re:"):
-        return 2 if re.match(target.removeprefix("re:"), module) else 0
-    return 3 if target == module else 1 if target == "Linear" else 0
+    @classmethod
+    def of(cls, targets: Sequence[_Found]) -> "_Targets":
+        names, patterns, of_all = dict[str, _Found](), list[tuple[re.Pattern[str], _Found]](), None
+        for found in targets:
+            target = found[0]
+            if target.startswith("re:"):
+                patterns.append((re.compile(target.removeprefix("re:")), found))
+            elif target == "Linear":
+                of_all = of_all or found
+            else:
+                names.setdefault(target, found)
+        return cls(names, tuple(patterns), of_all)
+
+    def find(self, names: Sequence[str], more_names: Sequence[str] = ()) -> _Found | None:
+        """The target that describes a module most closely: its name, or one of `more_names`, or the first pattern of
+        its name, or "Linear".
+        """
+        by_name = next((name for name in (*names, *more_names) if name in self.by_name), None)
+        if by_name is not None:
+            return self.by_name[by_name]
+        for pattern, found in self.patterns:
+            for name in names:
+                if pattern.match(name):
+                    return found
+        return self.of_all

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,18 @@ def test_kinds_of_hqq_and_torchao_have_storages_of_their_own(tmp_path: Path) -> 
     quantization = described(tmp_path, of_torchao("FqnToConfig", fqn_to_config=named))
     found = [quantization.storage_of(name) for name in ("a.q_proj", "a.up_proj", "a.up_proj_b", "lm_head")]
     assert [storage and storage.is_float for storage in found] == [False, True, False, None]
+
+
+def test_thousands_of_targets_are_looked_up_fast(tmp_path: Path) -> None:
+    modules = [f"model.layers.1.mlp.experts.{expert}.up_proj" for expert in range(300)]
+    layers = {f"*.layers.{layer}.mlp.experts.?.*": {"weight": None} for layer in range(1000)}
+    fp8 = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+    facts = {"quant_method": "quark", "global_quant_config": fp8, "layer_quant_config": layers}
+    started = time.process_time()
+    quantization = described(tmp_path, facts | {"exclude": [f"*.experts.{100 + number}.*" for number in range(1000)]})
+    quantised = [module for module in modules if quantization.storage_of(module) is not None]
+    assert quantised == modules[10:100]
+    assert time.process_time() - started < 5
 
 
 def drop(name: str) -> Callable[[Tensors], object]:

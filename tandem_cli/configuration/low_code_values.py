@@ -30,15 +30,20 @@ _SPECULATION: Mapping[str, str] = MappingProxyType(
 )
 _CHECKPOINT_FORMATS = (
     "awq",
+    "auto-round",
     "awq_marlin",
+    "bitnet",
     "compressed-tensors",
     "gptq",
     "gptq_marlin",
+    "hqq",
     "marlin",
     "modelopt",
     "modelopt_fp4",
     "modelopt_mixed",
+    "mxfp4",
     "quark",
+    "torchao",
 )
 _UNSUPPORTED_QUANTIZATIONS = ("bitsandbytes", "bitsandbytes-fp4", "bitsandbytes-nf4", "eetq", "smoothquant")
 _FILE_FORMATS = ("safetensors", "pt")

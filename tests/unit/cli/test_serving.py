@@ -227,6 +227,13 @@ def test_a_key_is_never_shown(tmp_path: Path) -> None:
     assert found.warnings == ["API_KEY=*** (API_KEY) has no effect: keys are in a file, see --api-keys-file"]
 
 
+@pytest.mark.parametrize("name", ["awq", "auto-round", "bitnet", "hqq", "modelopt", "mxfp4", "quark", "torchao"])
+def test_formats_of_checkpoints_may_be_named(tmp_path: Path, name: str) -> None:
+    assert read(tmp_path, f"option.quantize={name}").of("prefill") == read(tmp_path, "option.quantize=none").of(
+        "prefill"
+    )
+
+
 @pytest.mark.parametrize(
     ("properties", "environ", "said"),
     [

@@ -127,30 +127,16 @@ def find_module(
     if f"{name}.weight" not in stored or not _is_float(stored[f"{name}.weight"]):
         _require_read(name, stored)
     matrices = [f"{name}.{matrix}" for matrix in _MATRICES if f"{name}.{matrix}" in stored]
-    if not matrices:
+    is_float = matrices == [f"{name}.weight"] and _is_float(stored[matrices[0]]) and not is_packed(name, stored)
+    if not matrices or (quantization is None and is_float):
         return None
     storage = None if quantization is None else quantization.storage_of(name)
-    is_float = matrices == [f"{name}.weight"] and _is_float(stored[matrices[0]]) and not is_packed(name, stored)
-    if is_float and quantization is not None and not _stores_floats(name, storage, stored):
+    if is_float and not _stores_floats(name, storage, stored):
         _require_no_scales(name, stored)
         return None
-    if quantization is None and is_float:
-        return None
     where = f"{stored[matrices[0]].path}: tensor {matrices[0]}"
-    if len(matrices) > 1:
-        raise ConfigurationError(
-            f"{where} is there beside {matrices[1]}: the checkpoint mixes formats; remove the shards of one"
-        )
-    if quantization is None:
-        raise ConfigurationError(
-            f"{where} is quantised, but config.json has no quantization_config: copy it from where the checkpoint is "
-            "from"
-        )
-    if storage is None:
-        raise ConfigurationError(
-            f"{where} is quantised, but config.json says that {name} is not ({quantization}): one of them is from "
-            "another checkpoint"
-        )
+    _require_described(name, matrices, where, storage, quantization)
+    assert storage is not None
     try:
         parts = _READERS[storage.format].parts(storage, shape)
     except ConfigurationError as error:
@@ -172,6 +158,26 @@ def find_module(
         stored[matrices[0]].dtype,
         bitsandbytes.nf4_group(shape, names, stored) if storage.format == "bnb-4bit" else None,
     )
+
+
+def _require_described(
+    name: str, matrices: list[str], where: str, storage: MatrixStorage | None, quantization: Quantization | None
+) -> None:
+    """Raise ConfigurationError unless a quantised module has one matrix, and config.json says how it is stored."""
+    if len(matrices) > 1:
+        raise ConfigurationError(
+            f"{where} is there beside {matrices[1]}: the checkpoint mixes formats; remove the shards of one"
+        )
+    if quantization is None:
+        raise ConfigurationError(
+            f"{where} is quantised, but config.json has no quantization_config: copy it from where the checkpoint is "
+            "from"
+        )
+    if storage is None:
+        raise ConfigurationError(
+            f"{where} is quantised, but config.json says that {name} is not ({quantization}): one of them is from "
+            "another checkpoint"
+        )
 
 
 def is_packed(name: str, stored: StoredTensors) -> bool:

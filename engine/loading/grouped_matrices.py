@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from engine.kernels.cpu.machine import EIGHT_BITS_ZERO
-from engine.kernels.cpu.products.nibbles import E2M1_ZERO
+from engine.kernels.cpu.products.nibble_numbers import E2M1_ZERO
 from engine.models.encodings import LinearParameters, StoredMatrices
 from engine.models.parameters import ParameterSpec
 from engine.quantized_formats.e2m1 import levels_of

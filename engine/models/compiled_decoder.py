@@ -22,7 +22,7 @@ from engine.kernels.cpu.compilation.stored import Stored
 from engine.kernels.cpu.layer_kernels import LAYER_KERNELS, needed_by
 from engine.kernels.cpu.machine import AMX_DEPTH, has_amx, knows_amx, multiplies_bf16
 from engine.kernels.cpu.products.matmul import product_code
-from engine.kernels.cpu.products.nibbles import KINDS_IN_GROUPS
+from engine.kernels.cpu.products.nibble_numbers import KINDS_IN_GROUPS
 from engine.kernels.cpu.products.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.recurrent.recurrent_arguments import StateSteps
 from engine.kernels.cpu.step import output_rows, run_layers

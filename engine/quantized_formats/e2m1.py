@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.kernels.cpu.products.nibbles import E2M1_LEVELS, E2M1_ZERO
+from engine.kernels.cpu.products.nibble_numbers import E2M1_LEVELS, E2M1_ZERO
 
 _DOUBLED = torch.tensor(E2M1_LEVELS, dtype=torch.int8) - E2M1_ZERO
 _NUMBERS = torch.zeros(2 * E2M1_ZERO + 1, dtype=torch.uint8)

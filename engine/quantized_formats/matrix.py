@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.finite import is_finite, why_not_finite
 from engine.kernels.cpu.machine import EIGHT_BITS_ZERO, INT8_LEVELS, MAX_ZERO
-from engine.kernels.cpu.products.nibbles import NF4_ZERO
+from engine.kernels.cpu.products.nibble_numbers import NF4_ZERO
 from engine.quantized_formats.storage import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 

@@ -2,10 +2,9 @@
 positions of their own, and which are recurrent.
 """
 
-from dataclasses import replace
 from typing import Any
 
-from checkpoint.config_json import RawConfig, layer_windows, number, numbers, rope_section, section
+from checkpoint.config_json import RawConfig, layer_windows, number, rope_section, section
 from engine.models.model_config import ModelConfig, RopeConfig, parse_rope
 from mesh.domain.errors import ConfigurationError
 
@@ -51,28 +50,3 @@ def recurrent_layers(
             f"config.json: layer_types may name {', '.join(attention)} and {recurrent}, not {other[0]!r:.100}"
         )
     return tuple(kind == recurrent for kind in types)
-
-
-def with_bases_of_layers(config: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """The model with the bases of rotary positions that `layer_rope_theta` lists, 0 for layers without any. Of others
-    there may be two, if one is that of all layers with a window.
-    """
-    bases = numbers(raw, "layer_rope_theta", may_be_zero=True)
-    if not bases:
-        return config
-    if len(bases) != config.num_layers:
-        raise ConfigurationError(f"layer_rope_theta has {len(bases)} entries for {config.num_layers} layers")
-    kinds: dict[bool, set[float]] = {False: set(), True: set()}
-    for base, window in zip(bases, config.windows, strict=True):
-        kinds[window is not None] |= {base} - {0.0}
-    all_layers, (full, windowed) = kinds[False] | kinds[True], kinds.values()
-    config = replace(config, unrotated=tuple(layer for layer, base in enumerate(bases) if not base))
-    if len(all_layers) <= 1:
-        return replace(config, rope=replace(config.rope, theta=(*all_layers, config.rope.theta)[0]))
-    if len(full) > 1 or len(windowed) > 1:
-        raise ConfigurationError(
-            "config.json: layer_rope_theta is not supported with other bases than one for layers with a window and one "
-            "for the others"
-        )
-    ropes = [replace(config.rope, theta=(*bases_of_kind, config.rope.theta)[0]) for bases_of_kind in (full, windowed)]
-    return replace(config, rope=ropes[0], window_rope=ropes[1])

@@ -15,8 +15,8 @@ from checkpoint.config_json import (
     texts,
 )
 from engine.models.experts_config import ExpertsConfig
-from engine.models.families.granite import granite, granite_windows
-from engine.models.families.layer_kinds import rope_and_window_rope, with_bases_of_layers
+from engine.models.families.granite import granite, granite_windows, with_bases_of_layers
+from engine.models.families.layer_kinds import rope_and_window_rope
 from engine.models.families.llama import llama, qwen2, qwen3, qwen_windows
 from engine.models.model_config import ModelConfig, sliding_window
 from engine.models.tensor_names import TensorNames

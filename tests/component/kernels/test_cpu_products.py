@@ -43,7 +43,7 @@ from engine.kernels.cpu.machine import (
 from engine.kernels.cpu.products import matmul
 from engine.kernels.cpu.products.finish import ADD, GATE, STORE
 from engine.kernels.cpu.products.matmul import Target, product_code
-from engine.kernels.cpu.products.nibbles import (
+from engine.kernels.cpu.products.nibble_numbers import (
     E2M1_LEVELS,
     E2M1_ZERO,
     KINDS_IN_GROUPS,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor
-from engine.kernels.cpu.products.nibbles import NF4_LEVELS, NF4_ZERO
+from engine.kernels.cpu.products.nibble_numbers import NF4_LEVELS, NF4_ZERO
 from engine.loading.resolve import kv_layout, resolve
 from engine.loading.stored_parameters import stored_in_int4
 from engine.loading.weights import WeightsTarget, load_weights

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.kernels.cpu.products.nibbles import E2M1_LEVELS, E2M1_ZERO
+from engine.kernels.cpu.products.nibble_numbers import E2M1_LEVELS, E2M1_ZERO
 from engine.kv.scales import read_kv_scales
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import resolve

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.partition_manifest import read_partition
 from engine.kernels.cpu.machine import EIGHT_BITS, FOUR_BITS, MXFP4, NF4, knows_vnni
 from engine.kernels.cpu.products.matmul import multiply
-from engine.kernels.cpu.products.nibbles import KINDS_IN_GROUPS, Numbers
+from engine.kernels.cpu.products.nibble_numbers import KINDS_IN_GROUPS, Numbers
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import resolve
 from engine.loading.weights import WeightsTarget, load_weights

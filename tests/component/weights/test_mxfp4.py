@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from engine.kernels.cpu.products.nibbles import E2M1_LEVELS, E2M1_ZERO
+from engine.kernels.cpu.products.nibble_numbers import E2M1_LEVELS, E2M1_ZERO
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import resolve
 from engine.loading.weights import WeightsTarget, load_weights

@@ -50,7 +50,7 @@ from engine.kernels.cpu.products.amx import (
     release_amx,
 )
 from engine.kernels.cpu.products.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
-from engine.kernels.cpu.products.nibbles import Numbers, bytes_per_input, panel_bytes, scales_bytes
+from engine.kernels.cpu.products.nibble_numbers import Numbers, bytes_per_input, panel_bytes, scales_bytes
 from engine.kernels.cpu.products.operand_rows import put_values
 from engine.kernels.cpu.products.packing import operand_dtypes
 from engine.kernels.cpu.products.row_tiles import multiply_rows

@@ -30,13 +30,11 @@ so that results depend neither on the tile nor on the CPU.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from llvmlite import ir
-from numba import extending, types
-from numba.core.datamodel import models
 
-from engine.kernels.cpu.compilation.emitter import FLOAT, INT32, INT64, Emitter, Value
+from engine.kernels.cpu.compilation.emitter import FLOAT, HALF, INT8, INT32, INT64, Emitter, Value
 from engine.kernels.cpu.machine import (
     BLOCK_HEAD_BYTES,
     CACHE_LINE_BYTES,
@@ -56,55 +54,92 @@ from engine.kernels.cpu.machine import (
     knows_avx512,
     knows_vnni,
 )
-from engine.kernels.cpu.products.nibble_vectors import Vectors
+from engine.kernels.cpu.products.nibble_numbers import E2M1_LEVELS, E2M1_ZERO, NF4_LEVELS, bytes_per_input, scales_bytes
 
-_Type: Any = types.Type  # numba does not annotate them
-_extending: Any = extending
-_OpaqueModel: Any = models.OpaqueModel
-KINDS_IN_GROUPS = FOUR_BITS, MXFP4, EIGHT_BITS, NF4, WITH_MINIMA
-"""The kinds of numbers whose products are written here."""
 _STEP = 32
 """Inputs of a pass of the innermost loop. Without VNNI their products are added up in 16 bits, which cannot overflow:
 2 * 15 * 127 * (_STEP / 4) < 2^15. Of levels of MXFP4 half as many are added up: 2 * 24 * 127 * (_STEP / 8) < 2^15.
 """
-E2M1_ZERO = 12
-E2M1_LEVELS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""Twice the numbers of e2m1, by their four bits, plus 12."""
-NF4_ZERO = 128
-NF4_LEVELS = (1, 40, 61, 78, 92, 105, 116, 128, 138, 148, 159, 171, 184, 199, 220, 255)
-"""127 times the numbers of NF4, rounded, plus 128."""
 _NF4_ZERO_BITS = 7
 _NF4_HALVES = tuple(level & 15 for level in NF4_LEVELS), tuple(level >> 4 for level in NF4_LEVELS)
 """The low bits of the levels, and the high ones."""
 
 
-class Numbers(_Type):
-    """The type of a matrix's numbers for compiled code: a product contains the code of one kind. A model compiles those
-    of its matrices.
-    """
+class _Vectors:
+    """Writes operations on vectors of one register: 16 lanes with AVX-512, else 8."""
 
-    def __init__(self, numbers: int) -> None:
-        self.numbers = numbers
-        super().__init__(f"Numbers.{numbers}")
+    def __init__(self, emit: Emitter) -> None:
+        self.emit, self.lanes = emit, LANES if knows_avx512() else LANES // 2
+        self.ints, self.floats, self._halves, self._octets = (
+            ir.VectorType(kind, self.lanes) for kind in (INT32, FLOAT, HALF, INT8)
+        )
+        self.pairs = ir.VectorType(ir.IntType(16), 2 * self.lanes)
+        self.bytes = ir.VectorType(INT8, QUAD * self.lanes)
+        self.nothing = ir.Constant(self.floats, [0.0] * self.lanes)
 
+    def splat(self, scalar: Value) -> Value:
+        vector = ir.VectorType(scalar.type, self.lanes)
+        undefined = ir.Constant(vector, ir.Undefined)
+        first = self.emit.builder.insert_element(undefined, scalar, INT32(0))
+        return self.emit.builder.shuffle_vector(first, undefined, ir.Constant(self.ints, [0] * self.lanes))
 
-_extending.register_model(Numbers)(_OpaqueModel)
+    def nibbles(self, at: Value) -> tuple[Value, Value]:
+        """The low halves of the bytes at an address, and the high ones, as bytes: of 4 bits, the weights of 8 inputs, 4
+        of them in each lane.
+        """
+        builder, mask = self.emit.builder, ir.Constant(self.bytes, [15] * QUAD * self.lanes)
+        packed = self.emit.load(at, self.ints, 4)
+        high = builder.lshr(packed, ir.Constant(self.ints, [4] * self.lanes))
+        low, high = (builder.and_(builder.bitcast(bits, self.bytes), mask) for bits in (packed, high))
+        return low, high
 
+    def looked_up(self, levels: Sequence[int], numbers: Value) -> Value:
+        """The bytes of `levels`, of which there are 16, with these numbers."""
+        table = ir.Constant(self.bytes, list(levels) * (QUAD * self.lanes // len(levels)))
+        name = "llvm.x86.avx512.pshuf.b.512" if knows_avx512() else "llvm.x86.avx2.pshuf.b"
+        return self.emit.call(name, self.bytes, table, numbers)
 
-def bytes_per_input(numbers: int) -> int:
-    """Bytes of a panel's weights for one input."""
-    return PANEL if numbers == EIGHT_BITS else PANEL // 2
+    def scales(self, at: Value) -> Value:
+        return self.emit.builder.fpext(self.emit.load(at, self._halves, 2), self.floats)
 
+    def zeros(self, at: Value) -> Value:
+        return self.emit.builder.zext(self.emit.load(at, self._octets, 1), self.ints)
 
-def scales_bytes(numbers: int) -> int:
-    """Bytes of the scales and zeros, or minima, of a panel's group."""
-    return PANEL * 2 * HALF_BYTES if numbers == WITH_MINIMA else PANEL * (HALF_BYTES + 1)
+    def rises(self, zeros: Value) -> Value:
+        """MAX_ZERO minus these zeros, for each of the bytes of `nibbles`: weights of 4 bits are raised by it."""
+        lanes, size = self.emit.builder.bitcast(zeros, self.bytes), QUAD * self.lanes
+        places = ir.Constant(ir.VectorType(INT32, size), [byte // QUAD * QUAD for byte in range(size)])
+        repeated = self.emit.builder.shuffle_vector(lanes, ir.Constant(self.bytes, ir.Undefined), places)
+        return self.emit.builder.sub(ir.Constant(self.bytes, [MAX_ZERO] * size), repeated)
 
+    def dot_pairs(self, left: Value, right: Value) -> Value:
+        """The sum of the products of each lane's two int16."""
+        name = "llvm.x86.avx512.pmaddw.d.512" if knows_avx512() else "llvm.x86.avx2.pmadd.wd"
+        left, right = (self.emit.builder.bitcast(lanes, self.pairs) for lanes in (left, right))
+        return self.emit.call(name, self.ints, left, right)
 
-def panel_bytes(num_groups: int, group_bytes: int, group_scales_bytes: int) -> int:
-    """Bytes of a panel, by those of a group's weights, and of its scales."""
-    lines = (num_groups * group_scales_bytes + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES
-    return lines * CACHE_LINE_BYTES + num_groups * group_bytes
+    def multiply(self, total: Value | None, weights: Value, activations: Value) -> Value:
+        """total + the products of 4 bytes in each lane: int32 with VNNI, else int16, two in a lane."""
+        builder = self.emit.builder
+        if knows_vnni():
+            name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
+            return self.emit.call(name, self.ints, total, builder.bitcast(weights, self.ints), activations)
+        name = "llvm.x86.avx512.pmaddubs.w.512" if knows_avx512() else "llvm.x86.avx2.pmadd.ub.sw"
+        products = self.emit.call(name, self.pairs, weights, builder.bitcast(activations, self.bytes))
+        return products if total is None else builder.add(total, products)
+
+    def widened(self, sums: Value, total: Value, factor: int = 1) -> Value:
+        """`sums` of `multiply`: with `total` in them if they are int32; else, in int16, total + factor * sums."""
+        if knows_vnni():
+            return sums
+        factors = ir.Constant(self.pairs, [factor] * 2 * self.lanes)
+        return self.emit.builder.add(total, self.dot_pairs(sums, factors))
+
+    def add_scaled(self, exact: Value, factor: Value, scale: Value, total: Value) -> Value:
+        """total + exact * factor * scale, never reordered."""
+        value = self.emit.builder.sitofp(exact, self.floats)
+        value = self.emit.builder.fmul(value, factor, flags=("nsz",))
+        return self.emit.call(f"llvm.fma.v{self.lanes}f32", self.floats, value, scale, total)
 
 
 def write_nibble_tile(
@@ -162,7 +197,7 @@ class _Tile:
     """Writes the code of a tile."""
 
     def __init__(self, emit: Emitter, product: Value, num_groups: Value, group: Value, ahead: Value) -> None:
-        self._emit, self.vectors, self._ahead = emit, Vectors(emit), ahead
+        self._emit, self.vectors, self._ahead = emit, _Vectors(emit), ahead
         self._a, self._b, self._out = (emit.matrix(matrix) for matrix in emit.members(product, 3))
         self._count, self._size = num_groups, group
 

@@ -34,7 +34,7 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
     widens_ahead,
 )
-from engine.kernels.cpu.products.nibbles import bytes_per_input, panel_bytes, scales_bytes
+from engine.kernels.cpu.products.nibble_numbers import bytes_per_input, panel_bytes, scales_bytes
 from engine.kernels.cpu.products.steps import HEAD_BYTES, stepped_panel_bytes
 from engine.kernels.cpu.products.tiles import form_bytes
 

@@ -31,7 +31,8 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
     outruns_memory,
 )
-from engine.kernels.cpu.products.nibbles import Numbers, write_nibble_tile
+from engine.kernels.cpu.products.nibble_numbers import Numbers
+from engine.kernels.cpu.products.nibbles import write_nibble_tile
 from engine.kernels.cpu.products.steps import HEAD_BYTES, PASSES, Steps, read_steps, unpacked
 from engine.kernels.cpu.products.tiles import TilePart, add_passes, write_tile
 

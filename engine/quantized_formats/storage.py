@@ -38,7 +38,7 @@ class MatrixStorage:
     has_group_index: bool = False
     zeros_minus_one: bool = False
     int8_rows: bool = False
-    has_real_zeros: bool = False
+    has_real_zeros: bool = field(default=False, repr=False)  # fingerprints of older workers have no such member
 
     @property
     def is_ternary(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistr
 
 from tests.component.mtp import add_mtp_layer
 from tests.component.newest_families import LLAMA4, MIXED, MIXTURES
-from tests.component.remote_families import REMOTE_FAMILIES, save_remote
+from tests.component.remote_families import REMOTE_FAMILIES, RENAMED, save_remote
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # which takes seconds to import
@@ -479,6 +480,17 @@ MIXED_FAMILIES = {family: partial(llama_like, **facts) for family, facts in MIXE
 """Those whose layers differ in their sizes, or read the KV of earlier ones, which ranks do not know."""
 EAGER_MIXED = ("gemma3n",)
 COMPILED_MIXED = tuple(family for family in MIXED_FAMILIES if family not in EAGER_MIXED)
+
+
+def families_by_layers(*without: str) -> list[Any]:
+    """Parameters of tests that try layers in another place, on ranks or a GPU's stand-in: families of the same layers
+    under other names are for long runs.
+    """
+    return [
+        pytest.param(family, marks=pytest.mark.soak) if family in RENAMED else family
+        for family in (*FAMILIES, *OTHER_FAMILIES)
+        if family not in without
+    ]
 
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:

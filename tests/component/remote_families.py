@@ -344,6 +344,9 @@ REMOTE_FAMILIES: Mapping[str, Remote] = {
     ),
 }
 
+RENAMED = ("internlm", "internlm3", "baichuan-7b", "exaone", "mimo", "minicpm", "orion", "ling", "ling2")
+"""Those whose layers are another family's under other names: once read, they are run by the same code."""
+
 
 def save_remote(family: str, model: nn.Module, model_dir: Path) -> None:
     """Save `model`, the reference of `family`, as it is and as their checkpoint."""

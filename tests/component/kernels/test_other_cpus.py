@@ -23,7 +23,7 @@ from engine.loading.load_runner import load_model_runner
 from tests.component.arms import settings
 from tests.component.parity import check_parity, logprob_differences, run_mixed
 torch.set_num_threads(1)
-model_dir, recurrent_dir = map(Path, sys.argv[1:])
+model_dir = Path(sys.argv[1])
 runs = {}
 for quantize in ("none", "int8"):
     runner = load_model_runner(settings(model_dir, quantize=quantize))
@@ -34,8 +34,19 @@ for quantize in ("none", "int8"):
 mean, largest = logprob_differences(runs["int8"], runs["none"])
 assert 0 < mean < 0.1, mean  # wrong numbers differ by 1 and more
 assert largest < 0.5, largest
-runner = load_model_runner(settings(recurrent_dir))
-check_parity(recurrent_dir, runner)
+"""
+
+_RECURRENT_SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from engine.loading.load_runner import load_model_runner
+from tests.component.arms import settings
+from tests.component.parity import check_parity
+torch.set_num_threads(1)
+model_dir = Path(sys.argv[1])
+runner = load_model_runner(settings(model_dir))
+check_parity(model_dir, runner)
 print("recurrent", runner.attention_backend)
 """
 
@@ -80,8 +91,8 @@ for kind in ("float32", "bfloat16", "int8"):
 
 
 _CACHES = ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR")
-_COMPILED = {"none": ["compiled", "float32"], "int8": ["compiled", "int8"], "recurrent": ["compiled"]}
-_EAGER = {"none": ["torch", "float32"], "int8": ["torch", "float16"], "recurrent": ["torch"]}
+_COMPILED = {"none": ["compiled", "float32"], "int8": ["compiled", "int8"]}
+_EAGER = {"none": ["torch", "float32"], "int8": ["torch", "float16"]}
 
 
 @pytest.mark.parametrize(
@@ -94,9 +105,24 @@ _EAGER = {"none": ["torch", "float32"], "int8": ["torch", "float16"], "recurrent
     ],
 )
 def test_models_run(checkpoint: Checkpoint, limit: str, taken: str, expected: dict[str, list[str]]) -> None:
-    written = run_limited(limit, taken, _SCRIPT, checkpoint("qwen2"), checkpoint("jamba"))
+    written = run_limited(limit, taken, _SCRIPT, checkpoint("qwen2"))
     lines = [line.split() for line in written.splitlines() if line.startswith(tuple(expected))]
     assert {kind: found for kind, *found in lines} == expected
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("limit", "taken", "expected"),
+    [
+        ("AVX512_CORE", "avx512_vnni", "compiled"),
+        ("AVX2_VNNI", "avx512f", "compiled"),
+        ("AVX2", "avx512f", "compiled"),
+        ("SSE41", "avx2", "torch"),
+    ],
+)
+def test_recurrent_models_run(checkpoint: Checkpoint, limit: str, taken: str, expected: str) -> None:
+    written = run_limited(limit, taken, _RECURRENT_SCRIPT, checkpoint("jamba"))
+    assert f"recurrent {expected}" in written.splitlines()
 
 
 def run_limited(limit: str, taken: str, script: str, *model_dirs: Path) -> str:

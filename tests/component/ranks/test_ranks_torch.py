@@ -15,7 +15,7 @@ from engine.ranks.launch import load_ranked_runner
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tests.component.arms import settings
-from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES
+from tests.component.checkpoints import families_by_layers
 from tests.component.parity import check_parity, expect_prompts, half_tolerance, require_prompt_logprobs, run_mixed
 from tests.component.ranks.ranked import ranked_runner
 
@@ -23,10 +23,9 @@ Checkpoint = Callable[[str], Path]
 
 ONE_KV_HEAD = {"llama-multi-query", "gpt-bigcode", "falcon-7b", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"}
 ONE_KV_HEAD |= {"youtu", "minicpm3", "mistral4"}
-DIVISIBLE = [family for family in (*FAMILIES, *OTHER_FAMILIES) if family not in ONE_KV_HEAD]
 
 
-@pytest.mark.parametrize("family", DIVISIBLE)
+@pytest.mark.parametrize("family", families_by_layers(*ONE_KV_HEAD))
 def test_two_ranks_of_every_family(checkpoint: Checkpoint, family: str) -> None:
     with ranked_runner(checkpoint(family), Degrees(2, 2), enforce_eager=True) as runner:
         check_parity(checkpoint(family), runner)

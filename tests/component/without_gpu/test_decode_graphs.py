@@ -31,7 +31,7 @@ from engine.settings import NO_GRAPHS, NO_SPECULATION, GraphSettings, Speculatio
 from engine.speculation.drafters import DraftModel
 from mesh.domain.kv import Span
 from tests.component.arms import settings
-from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, VOCAB_SIZE
+from tests.component.checkpoints import VOCAB_SIZE, families_by_layers
 from tests.component.sampling.test_speculation import answer, requests
 from tests.component.test_load import edit_weights
 from tests.fakes.requests import make_request
@@ -160,7 +160,7 @@ def require_same_kv(plain: Tensor, graphed: Tensor) -> None:
     torch.testing.assert_close(graphed[:, :, :-1], plain[:, :, :-1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+@pytest.mark.parametrize("family", families_by_layers())
 def test_every_family_can_be_captured_unless_the_host_selects_experts(
     checkpoint: Callable[[str], Path], family: str
 ) -> None:

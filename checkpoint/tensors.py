@@ -63,7 +63,7 @@ def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:
 
 
 def _hint_at_pickles(folder: Path) -> str:
-    """What to do about a folder of pickles without safetensors; empty if it has none. Raises ConfigurationError."""
+    """Advice for a folder that has pickles and no safetensors; empty without pickles. Raises ConfigurationError."""
     if (pickle := next(iter(sorted(folder.glob("*.bin"))), None)) is None:
         return ""
     require_readable_pickle(folder, pickle)

@@ -1,4 +1,4 @@
-"""What config.json says of ternary weights (quant_method bitnet), as transformers reads it. Needs no torch."""
+"""Reads quant_method bitnet (ternary weights) in config.json as transformers does. Needs no torch."""
 
 import re
 
